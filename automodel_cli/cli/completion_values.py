@@ -75,12 +75,13 @@ def _chain(path: Path, package: str, seen: set[Path]) -> Iterator[tuple[str, dic
     tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     yield package, {k: v for k, v in tree.items() if k != "defaults"}
     for entry in tree.get("defaults", ()):
-        if isinstance(entry, str) and entry != "_self_":
-            yield from _first(path, entry, package, seen)
-        elif isinstance(entry, dict):
-            for group, option in entry.items():
-                group = str(group).removeprefix("override ").lstrip("/")
-                yield from _first(path, f"{group}/{option}", group.replace("/", "."), seen)
+        match entry:
+            case str() if entry != "_self_":
+                yield from _first(path, entry, package, seen)
+            case dict():
+                for name, option in entry.items():
+                    group = str(name).removeprefix("override ").lstrip("/")
+                    yield from _first(path, f"{group}/{option}", group.replace("/", "."), seen)
 
 
 def _first(path: Path, name: str, package: str, seen: set[Path]) -> Iterator[tuple[str, dict[str, object]]]:

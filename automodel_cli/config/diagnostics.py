@@ -45,16 +45,15 @@ class Problem:
 
 def format_value(value: object, limit: int = 48) -> str:
     """A config value as YAML would spell it, short enough for one line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str):
-        text = value if value else "''"
-    elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(format_value(v, limit) for v in value) + "]"
-    elif isinstance(value, dict):
-        text = "{" + ", ".join(f"{k}: {format_value(v, limit)}" for k, v in value.items()) + "}"
-    else:
-        text = str(value)
+    match value:
+        case None | True | False:
+            return {None: "null", True: "true", False: "false"}[value]
+        case list() | tuple():
+            text = "[" + ", ".join(format_value(v, limit) for v in value) + "]"
+        case dict():
+            text = "{" + ", ".join(f"{k}: {format_value(v, limit)}" for k, v in value.items()) + "}"
+        case _:
+            text = "''" if value == "" else str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

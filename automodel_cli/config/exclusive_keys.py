@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from automodel_cli.config.diagnostics import COMMAND_LINE, Origin
+from automodel_cli.config.dotted_keys import value_at
 
 ALTERNATIVES = (("train.max_steps", "train.epochs"),)
 """Limits of a run. Both apply only if they are set in the same place."""
@@ -27,10 +27,7 @@ def replace_alternatives(config: DictConfig, origins: dict[str, Origin], files: 
 
 
 def _value(config: DictConfig, key: str) -> object:
-    node: Any = OmegaConf.to_container(config, resolve=False)
-    for name in key.split("."):
-        node = node.get(name) if isinstance(node, dict) else None
-    return node
+    return value_at(OmegaConf.to_container(config, resolve=False), key)
 
 
 def _origin_rank(origins: Mapping[str, Origin], files: Sequence[str], key: str) -> int:

@@ -8,10 +8,10 @@ from typing import Any
 from automodel_cli.config import targets
 from automodel_cli.config.compose import Composed
 from automodel_cli.config.diagnostics import Origin, Problem, format_value
+from automodel_cli.config.dotted_keys import join
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import map_keys
 from automodel_cli.config.type_checking import WRONG, BoundTarget
-from automodel_cli.config.unknown_keys import join
 
 
 class Builder:
@@ -42,13 +42,16 @@ class Builder:
             self.refused(node, arguments, ConfigError(message, code="invalid_arguments"))
         return WRONG
 
-    def value(self, item: object) -> Any:
-        if isinstance(item, BoundTarget):
-            return self.build(item)
-        if isinstance(item, (list, tuple)):
-            return type(item)(self.value(i) for i in item)
-        if isinstance(item, dict):
-            return {k: self.value(v) for k, v in item.items()}
+    def value(self, item: object) -> object:
+        match item:
+            case BoundTarget():
+                return self.build(item)
+            case list():
+                return [self.value(i) for i in item]
+            case tuple():
+                return tuple(self.value(i) for i in item)
+            case dict():
+                return {k: self.value(v) for k, v in item.items()}
         return item
 
     def refused(self, node: BoundTarget, arguments: dict[str, object], error: ConfigError) -> None:
@@ -107,16 +110,20 @@ def _effective(node: BoundTarget, arguments: dict[str, object], key: str) -> obj
         parameter = node.signature.parameters[name]
         value = parameter.default() if parameter.is_factory else parameter.default
     for part in rest:
-        if isinstance(value, list | tuple):
-            value = value[int(part)]
-        else:
-            value = value[part] if isinstance(value, dict) else getattr(value, part)
+        match value:
+            case list() | tuple():
+                value = value[int(part)]
+            case dict():
+                value = value[part]
+            case _:
+                value = getattr(value, part)
     return value
 
 
 def _contains_wrong(built: object) -> bool:
-    if isinstance(built, (list, tuple)):
-        return any(_contains_wrong(item) for item in built)
-    if isinstance(built, dict):
-        return any(_contains_wrong(item) for item in built.values())
+    match built:
+        case list() | tuple():
+            return any(map(_contains_wrong, built))
+        case dict():
+            return any(map(_contains_wrong, built.values()))
     return built is WRONG

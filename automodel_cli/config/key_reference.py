@@ -167,8 +167,9 @@ def _choices(path: str) -> list[tuple[type, tuple[str, ...]]]:
     for file in sorted((bundled_recipes.conf_dir() / path).glob("*.yaml")) if path in _GROUPS else ():
         tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
         node = tree if "_target_" in tree else tree.get(path)  # below its path if it also sets another section
-        if isinstance(node, dict) and "_target_" in node:
-            named.setdefault(node["_target_"], []).append(file.stem)
+        match node:
+            case {"_target_": target}:
+                named.setdefault(target, []).append(file.stem)
     return [(targets.resolve(name), tuple(options)) for name, options in named.items()]  # type: ignore[misc]
 
 
@@ -222,11 +223,10 @@ def _below_fields(module: str) -> dict[str, dict[str, str]]:
 
 
 def _texts(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for field, after in itertools.pairwise(node.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
-            text = after.value.value if isinstance(after.value, ast.Constant) else None
-            if isinstance(text, str):
-                yield field.target.id, " ".join(text.split())
+    for pair in itertools.pairwise(node.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, " ".join(text.split())
 
 
 def _paragraphs(doc: str) -> list[str]:

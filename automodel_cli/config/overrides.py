@@ -151,9 +151,10 @@ def _selected(config: DictConfig, key: str) -> Any:
 
 def _record_override(key: str, value: object, origins: dict[str, Origin]) -> None:
     origins[key] = Origin("", text=COMMAND_LINE)
-    if isinstance(value, dict):
-        for k, v in value.items():
-            _record_override(f"{key}.{k}", v, origins)
-    elif isinstance(value, list):
-        for i, v in enumerate(value):
-            _record_override(f"{key}.{i}", v, origins)
+    match value:
+        case dict():
+            for k, v in value.items():
+                _record_override(f"{key}.{k}", v, origins)
+        case list():
+            for i, v in enumerate(value):
+                _record_override(f"{key}.{i}", v, origins)

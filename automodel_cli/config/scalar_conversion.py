@@ -44,31 +44,32 @@ def is_dtype(hint: object) -> bool:
     return isinstance(hint, type) and hint.__module__ == "torch" and hint.__name__ == "dtype"
 
 
-def fits(value: object, hint: Any) -> bool:
+def fits(value: object, hint: object) -> bool:
     """Return whether `value` has the outer shape of one alternative. `convert` checks the contents."""
-    origin = typing.get_origin(hint) or hint
+    origin: Any = typing.get_origin(hint) or hint
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(hint))
     if protocols := protocol_members(origin):
         return all(hasattr(value, name) for name in protocols[origin])
     if origin is Any or not isinstance(origin, type):
         return True  # an annotation that values cannot be compared with
-    if value is None:
-        return hint is types.NoneType
-    if isinstance(value, bool):
-        return origin is bool
-    if origin is float:
-        return isinstance(value, (int, float))
-    if isinstance(value, (int, float, str)):
-        return isinstance(value, origin) or (isinstance(value, str) and is_dtype(hint))
-    if isinstance(value, list):
-        return origin in _LISTS
-    if isinstance(value, dict):
-        return origin in _DICTS or dataclasses.is_dataclass(origin)
+    match value:
+        case None:
+            return hint is types.NoneType
+        case bool():
+            return origin is bool
+        case int() if origin is float:
+            return True
+        case int() | float() | str():
+            return isinstance(value, origin) or (is_dtype(hint) and type(value) is str)
+        case list():
+            return origin in _LISTS
+        case dict():
+            return origin in _DICTS or dataclasses.is_dataclass(origin)
     return False
 
 
-def choose_alternative(value: object, hint: Any) -> object:
+def choose_alternative(value: object, hint: object) -> object:
     """The alternative of `hint` that `value` is meant for. Raises Mismatch when there is none."""
     options = members(hint)
     exact = [m for m in options if m is type(value)]
@@ -80,15 +81,18 @@ def choose_alternative(value: object, hint: Any) -> object:
 
 def check_number(value: object, hint: object, name: str) -> None:
     """Raise Mismatch for a number that no setting can be: infinite, beyond 64 bits, or a negative seed."""
-    if hint not in (int, float) or isinstance(value, bool) or not isinstance(value, int | float):
+    if hint not in (int, float):
         return
-    if isinstance(value, int) and abs(value) >= _INT64:
-        got = f", got {value:.3e}" if abs(value) < 1e300 else ""
-        raise Mismatch(f"{_TOO_LONG}{got}", code="out_of_range")
-    if isinstance(value, float) and math.isinf(value):
-        raise Mismatch(f"expects a finite number, got {value}", code="out_of_range")
-    if name == "seed" and value < 0:
-        raise Mismatch(f"expects a number of at least 0, got {value}", str(-value), code="out_of_range")
+    match value:
+        case bool():
+            return
+        case int() if abs(value) >= _INT64:
+            got = f", got {value:.3e}" if abs(value) < 1e300 else ""
+            raise Mismatch(f"{_TOO_LONG}{got}", code="out_of_range")
+        case float() if math.isinf(value):
+            raise Mismatch(f"expects a finite number, got {value}", code="out_of_range")
+        case int() | float() if name == "seed" and value < 0:
+            raise Mismatch(f"expects a number of at least 0, got {value}", str(-value), code="out_of_range")
 
 
 def convert_scalar(value: object, hint: object) -> object:
@@ -110,7 +114,7 @@ def describe_alternatives(options: tuple[object, ...]) -> str:
 
 
 def _type_names(hint: object) -> list[str]:
-    origin = typing.get_origin(hint) or hint
+    origin: Any = typing.get_origin(hint) or hint
     if origin is Literal:
         return [format_value(choice) for choice in typing.get_args(hint)]
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
@@ -131,14 +135,14 @@ def _type_names(hint: object) -> list[str]:
     return [f"a section ({name})" if dataclasses.is_dataclass(origin) else name]
 
 
-def _with_article(protocol: Any) -> str:
+def _with_article(protocol: type) -> str:
     name = protocol.__name__
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
-def _plural(hint: Any) -> str:
-    names = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}
-    return names.get(hint) or f"{describe_alternatives(members(hint))}"
+def _plural(hint: object) -> str:
+    names: dict[object, str] = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}
+    return names.get(hint) or describe_alternatives(members(hint))
 
 
 def _mismatch(value: object, options: tuple[object, ...]) -> Mismatch:
@@ -162,25 +166,25 @@ def _correction(value: object, options: tuple[object, ...]) -> str | None:
         sections = [option for option in options if dataclasses.is_dataclass(option)]
         if len(sections) == 1 and not any(_is_required(field) for field in dataclasses.fields(sections[0])):
             return "{}"
-    if isinstance(value, str) and bool in options and value.lower() in ("yes", "on", "no", "off", "true", "false"):
-        return "true" if value.lower() in ("yes", "on", "true") else "false"
-    if isinstance(value, str) and (float in options or int in options):
-        try:
-            number = float(value)
-        except ValueError:
+    match value:
+        case str() if bool in options and value.lower() in ("yes", "on", "no", "off", "true", "false"):
+            return "true" if value.lower() in ("yes", "on", "true") else "false"
+        case str() if float in options or int in options:
+            try:
+                number = float(value)
+            except ValueError:
+                return None
+            return value if float in options else str(int(number)) if number.is_integer() else None
+        case float() if int in options and value.is_integer():
+            return str(int(value))
+        case int() | float() if str in options:
+            return f"'\"{format_value(value)}\"'"
+        case dict() | list() | None:
             return None
-        return value if float in options else str(int(number)) if number.is_integer() else None
-    if isinstance(value, float) and int in options and value.is_integer():
-        return str(int(value))
-    if str in options and isinstance(value, (int, float)):
-        return f"'\"{format_value(value)}\"'"
-    lists = [o for o in options if (typing.get_origin(o) or o) in _LISTS]
-    if lists and not isinstance(value, (dict, list)) and value is not None:
-        return f"[{format_value(value)}]"
-    return None
+    return f"[{format_value(value)}]" if any((typing.get_origin(o) or o) in _LISTS for o in options) else None
 
 
-def _is_required(field: dataclasses.Field[Any]) -> bool:
+def _is_required(field: dataclasses.Field[object]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 

@@ -95,9 +95,12 @@ def _closest(key: str, candidates: list[str]) -> str:
 
 def _set(key: str, value: object) -> Suggestion:
     """Return `key=value` quoted for a shell. Sections and null are not carried over."""
-    if isinstance(value, dict) or value is None:
-        return Suggestion(None, f"{key} here")
     text = format_value(value, limit=1000)
-    if isinstance(value, list):
-        return Suggestion(shlex.quote(f"{key}={text.replace(', ', ',')}"))
-    return Suggestion(override(key, text) if isinstance(value, str) else f"{key}={text}")
+    match value:
+        case dict() | None:
+            return Suggestion(None, f"{key} here")
+        case list():
+            return Suggestion(shlex.quote(f"{key}={text.replace(', ', ',')}"))
+        case str():
+            return Suggestion(override(key, text))
+    return Suggestion(f"{key}={text}")

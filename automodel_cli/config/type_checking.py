@@ -11,12 +11,13 @@ from automodel_cli.config import key_reference, scalar_conversion, schema, targe
 from automodel_cli.config import trust as trusting
 from automodel_cli.config.compose import MISSING, Composed
 from automodel_cli.config.diagnostics import Problem, format_value
+from automodel_cli.config.dotted_keys import join
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.importer_registry import recognise
 from automodel_cli.config.suggestions import suggest
 from automodel_cli.config.trust import Need, Trust
-from automodel_cli.config.unknown_keys import join, leaves, problem_at, unknown_key
+from automodel_cli.config.unknown_keys import leaves, problem_at, unknown_key
 
 _WHOLE = 10_000  # characters: text that users paste is not truncated
 WRONG = object()
@@ -28,7 +29,7 @@ class BoundTarget:
     """One bound target. `clean` is False if a keyword is unknown or missing. An invalid value is `WRONG`."""
 
     key: str
-    target: Callable[..., Any]
+    target: Callable[..., object]
     partial: bool
     signature: schema.Signature
     arguments: dict[str, object] = field(default_factory=dict)
@@ -145,7 +146,7 @@ class Binder:
             self.add("untrusted_code", key, message, f"{need.option}   (if you trust it)")
         return True
 
-    def value(self, value: object, hint: object, key: str) -> Any:
+    def value(self, value: object, hint: object, key: str) -> object:
         """Convert one value, or report it and return `WRONG`."""
         if key in self.reported:
             return WRONG
@@ -161,31 +162,36 @@ class Binder:
             return WRONG
 
     def converted(self, value: object, hint: object, key: str) -> object:
-        if isinstance(value, dict) and ("_target_" in value or "_partial_" in value):
+        match value:
+            case dict():
+                return self.section(value, hint, key)
+            case list():
+                return self.sequence(value, scalar_conversion.choose_alternative(value, hint), key)
+        chosen = scalar_conversion.choose_alternative(value, hint)
+        scalar_conversion.check_number(value, chosen, key.rpartition(".")[2])
+        return scalar_conversion.convert_scalar(value, chosen)
+
+    def section(self, value: dict[str, object], hint: object, key: str) -> object:
+        nodes = schema.dataclass_members(hint)
+        if "_target_" in value or "_partial_" in value:
             return self.targeted(value, hint, key)
-        if isinstance(value, dict) and len(nodes := schema.dataclass_members(hint)) == 1:
+        if len(nodes) == 1:
             return self.node(value, key, nodes[0]) or WRONG
-        if isinstance(value, dict) and (wrapper := schema.wrapper_for(hint)) and "function" in value:
+        if (wrapper := schema.wrapper_for(hint)) and "function" in value:
             raise scalar_conversion.Mismatch("has no _target_", wrapper, "._target_", code="missing_key")
-        if isinstance(value, dict) and len(nodes) > 1:
+        if nodes:
             choices = " or ".join(f"{n.__module__}.{n.__qualname__}" for n in nodes)
             raise scalar_conversion.Mismatch(f"needs a _target_: {choices}", code="missing_key")
         try:
-            chosen = scalar_conversion.choose_alternative(value, hint)
+            arguments = typing.get_args(scalar_conversion.choose_alternative(value, hint))
         except scalar_conversion.Mismatch as mismatch:
-            if isinstance(value, dict) and (target := key_reference.node_for(key, value)):
+            if target := key_reference.node_for(key, value):
                 raise scalar_conversion.Mismatch(
                     mismatch.message, target, fix_key="._target_", code=mismatch.code
                 ) from None
             raise
-        arguments = typing.get_args(chosen)
-        if isinstance(value, dict):
-            inner = arguments[1] if len(arguments) == 2 else Any
-            return {k: self.value(v, inner, join(key, str(k))) for k, v in value.items()}
-        if isinstance(value, list):
-            return self.sequence(value, chosen, key)
-        scalar_conversion.check_number(value, chosen, key.rpartition(".")[2])
-        return scalar_conversion.convert_scalar(value, chosen)
+        inner = arguments[1] if len(arguments) == 2 else Any
+        return {k: self.value(v, inner, join(key, k)) for k, v in value.items()}
 
     def sequence(self, value: list[object], hint: object, key: str) -> object:
         arguments = typing.get_args(hint)

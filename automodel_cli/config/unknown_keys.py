@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from automodel_cli.config import key_reference
 from automodel_cli.config.compose import Composed
 from automodel_cli.config.diagnostics import COMMAND_LINE, Problem, format_value
+from automodel_cli.config.dotted_keys import join, value_at
 from automodel_cli.config.suggestions import section as nearest_section
 from automodel_cli.config.suggestions import suggest
 
@@ -15,7 +15,7 @@ from automodel_cli.config.suggestions import suggest
 def problem_at(composed: Composed, key: str, message: str, fix: str | None = None, *, code: str) -> Problem:
     """Return a problem with the value and the origin of `key`. "" is the root."""
     where = composed.nearest_origin(key)
-    text = f"{key}={format_value(_at(composed.tree, key))} ({where})" if key else str(where)
+    text = f"{key}={format_value(value_at(composed.tree, key))} ({where})" if key else str(where)
     return Problem(code, key, message, where, text, fix)
 
 
@@ -49,7 +49,7 @@ def _listing(known: Collection[str], key: str) -> str | None:
 def _of_another_node(composed: Composed, key: str) -> Problem | None:
     """Return the problem of a key of another node of this position, which remains after `_target_` was replaced."""
     section, _, name = key.rpartition(".")
-    target = _at(composed.tree, join(section, "_target_"))
+    target = value_at(composed.tree, join(section, "_target_"))
     owner = key_reference.node_for(section, {name: None})
     if not isinstance(target, str) or owner is None or owner == target:
         return None
@@ -60,22 +60,6 @@ def _of_another_node(composed: Composed, key: str) -> Problem | None:
     leaf = target.rpartition(".")[2]
     message = f"unknown key {key}: it belongs to {owner}, but {section}._target_ is {leaf}"
     return problem_at(composed, key, message, fix, code="unknown_key")
-
-
-def join(key: str, name: str) -> str:
-    """Return the path of a key in a section. "" is the root."""
-    return f"{key}.{name}" if key else name
-
-
-def _at(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        if isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
-            tree = tree[int(part)]
-        elif isinstance(tree, dict) and part in tree:
-            tree = tree[part]
-        else:
-            return None
-    return tree
 
 
 def leaves(value: object, key: str) -> list[tuple[str, object]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from automodel_cli.config.bundled_recipes import display
+from automodel_cli.config.dotted_keys import join, value_at
 from automodel_cli.config.errors import ConfigError
 
 MAX_BYTES = 1 << 20
@@ -25,6 +26,7 @@ MAX_CHARACTERS = 1 << 20
 _PARSER: object = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # missing if PyYAML was built without libyaml
 _WORD = re.compile(r"[\w.\-\[\]]+")
 _OPEN, _CLOSE = "[{(", "]})"
+_NO_VALUE = object()
 
 
 @dataclass
@@ -66,24 +68,25 @@ def _count(path: Path, text: str, parser: object) -> None:
     stack = [_Open(None)]
     for event in yaml.parse(text, Loader=parser):
         line = event.start_mark.line + 1 if event.start_mark else 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            stack.append(_Open(event.anchor))
-            if len(stack) > MAX_DEPTH:
-                raise _refused("limit_exceeded", path, line, f"nests more than {MAX_DEPTH} levels")
-        elif isinstance(event, yaml.CollectionEndEvent):
-            closed = stack.pop()
-            stack[-1].num_nodes += closed.num_nodes
-            if closed.anchor is not None:
-                sizes[closed.anchor] = closed.num_nodes
-        elif isinstance(event, yaml.AliasEvent):
-            if any(section.anchor == event.anchor for section in stack):
-                what = f"is circular: *{event.anchor} is inside &{event.anchor}"
-                raise _refused("invalid_yaml", path, line, what)
-            stack[-1].num_nodes += sizes.get(event.anchor, 1)
-        elif isinstance(event, yaml.ScalarEvent):
-            stack[-1].num_nodes += 1
-            if event.anchor is not None:
-                sizes[event.anchor] = 1
+        match event:
+            case yaml.CollectionStartEvent():
+                stack.append(_Open(event.anchor))
+                if len(stack) > MAX_DEPTH:
+                    raise _refused("limit_exceeded", path, line, f"nests more than {MAX_DEPTH} levels")
+            case yaml.CollectionEndEvent():
+                closed = stack.pop()
+                stack[-1].num_nodes += closed.num_nodes
+                if closed.anchor is not None:
+                    sizes[closed.anchor] = closed.num_nodes
+            case yaml.AliasEvent(anchor=anchor):
+                if any(section.anchor == anchor for section in stack):
+                    what = f"is circular: *{anchor} is inside &{anchor}"
+                    raise _refused("invalid_yaml", path, line, what)
+                stack[-1].num_nodes += sizes.get(anchor, 1)
+            case yaml.ScalarEvent(anchor=anchor):
+                stack[-1].num_nodes += 1
+                if anchor is not None:
+                    sizes[anchor] = 1
         if sum(section.num_nodes for section in stack) > MAX_NODES:
             what = f"contains more than {MAX_NODES:,} values, counted with aliases (*name) expanded"
             raise _refused("limit_exceeded", path, line, what)
@@ -123,16 +126,18 @@ def too_large(raw: dict[str, object]) -> str | None:
     def size(value: object, key: str, depth: int) -> int:
         if depth > MAX_DEPTH:
             return MAX_CHARACTERS + 1
-        if isinstance(value, dict):
-            return sum(of_key(_join(key, str(name)), item, depth) for name, item in value.items())
-        if isinstance(value, list):
-            return sum(of_key(_join(key, str(i)), item, depth) for i, item in enumerate(value))
-        text = value if isinstance(value, str) else ""
+        text = ""
+        match value:
+            case dict():
+                return sum(of_key(join(key, str(name)), item, depth) for name, item in value.items())
+            case list():
+                return sum(of_key(join(key, str(i)), item, depth) for i, item in enumerate(value))
+            case str():
+                text = value
         total = 1 + len(text)
         for word in _WORD.findall(text) if "${" in text else ():
             name = _absolute(word, key)
-            length, target = _find(raw, name)
-            if length and name != key:
+            if name != key and (target := value_at(raw, name, _NO_VALUE)) is not _NO_VALUE:
                 total += of_key(name, target, depth + 1)
         return total
 
@@ -152,21 +157,6 @@ def _absolute(word: str, key: str) -> str:
     dots = len(name) - len(rest)
     parents = key.split(".")[:-dots] if dots else []
     return ".".join([*parents, *rest.split(".")])
-
-
-def _find(tree: object, name: str) -> tuple[bool, object]:
-    for part in name.split("."):
-        if isinstance(tree, dict) and part in tree:
-            tree = tree[part]
-        elif isinstance(tree, list) and part.isdecimal() and int(part) < len(tree):
-            tree = tree[int(part)]
-        else:
-            return False, None
-    return True, tree
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _refused(code: str, path: Path, line: int, what: str, fix: str | None = None) -> ConfigError:

@@ -14,6 +14,7 @@ import yaml
 from omegaconf._utils import get_yaml_loader  # the one private name: it is the loader that Hydra uses
 
 from automodel_cli.config.bundled_recipes import display
+from automodel_cli.config.dotted_keys import join
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.yaml_limits import check_file
 
@@ -93,31 +94,31 @@ def yaml_error(path: Path, error: yaml.MarkedYAMLError) -> ConfigError:
 
 
 def _walk(node: yaml.Node, prefix: str) -> Iterator[Mark]:
-    if isinstance(node, yaml.MappingNode):
-        for key_node, value_node in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`: the keys keep the line of the anchor
-                merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
-                for item in merged:
-                    yield from _walk(item, prefix)
-                continue
-            key = _join(prefix, key_node.value)
-            why = _refusal(key_node.value) if key_node.style is None and isinstance(key_node, yaml.ScalarNode) else None
-            if why:
-                yield Mark(key, key_node.start_mark.line + 1, f"the key {why[0]}", f'"{key_node.value}":')
-                continue
-            yield _mark(key, value_node, key_node.start_mark.line + 1)
-            yield from _walk(value_node, key)
-    elif isinstance(node, yaml.SequenceNode):
-        for i, item in enumerate(node.value):
-            key = _join(prefix, str(i))
-            yield _mark(key, item, item.start_mark.line + 1)
-            yield from _walk(item, key)
+    match node:
+        case yaml.MappingNode():
+            for key_node, value_node in node.value:
+                if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`: the keys keep the line of the anchor
+                    merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+                    for item in merged:
+                        yield from _walk(item, prefix)
+                    continue
+                key = join(prefix, key_node.value)
+                if why := _refused_scalar(key_node):
+                    yield Mark(key, key_node.start_mark.line + 1, f"the key {why[0]}", f'"{key_node.value}":')
+                    continue
+                yield _mark(key, value_node, key_node.start_mark.line + 1)
+                yield from _walk(value_node, key)
+        case yaml.SequenceNode():
+            for i, item in enumerate(node.value):
+                key = join(prefix, i)
+                yield _mark(key, item, item.start_mark.line + 1)
+                yield from _walk(item, key)
 
 
 def _mark(key: str, node: yaml.Node, line: int) -> Mark:
-    why = _refusal(node.value) if isinstance(node, yaml.ScalarNode) and node.style is None else None
+    why = _refused_scalar(node)
     return Mark(key, line) if why is None else Mark(key, line, f"{key}: {why[0]}", f"{key}={why[1]}")
 
 
-def _join(prefix: str, key: object) -> str:
-    return f"{prefix}.{key}" if prefix else str(key)
+def _refused_scalar(node: yaml.Node) -> tuple[str, str] | None:
+    return _refusal(node.value) if isinstance(node, yaml.ScalarNode) and node.style is None else None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from automodel_cli.data.formats.base import DataKind
-from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.row_errors import RowError, is_finite_number
 
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 
@@ -50,9 +49,8 @@ class LabelSpec:
         """Return the output that a name or an index stands for."""
         if str(value) in self.names:
             return self.names.index(str(value))
-        if isinstance(value, bool):
-            value = int(value)
         if isinstance(value, int):
+            value = int(value)  # also of true and false
             if 0 <= value < len(self.names):
                 return value
             raise RowError(
@@ -86,8 +84,8 @@ class LabelSpec:
         return tuple(float(i in found) for i in range(len(self.names)))
 
     def _numbers(self, value: Any, column: str) -> tuple[float, ...]:
-        values: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(v, bool) or not isinstance(v, int | float) or not math.isfinite(v) for v in values):
+        values: Sequence[float] = value if isinstance(value, list | tuple) else [value]
+        if not all(map(is_finite_number, values)):
             raise RowError("bad_label", f"{column} is {value!r:.80}, but must be a finite number")
         if len(values) != len(self.names):
             raise RowError(

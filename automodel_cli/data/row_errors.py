@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 from automodel_cli.config.errors import DataError
 
@@ -146,6 +147,16 @@ def _excerpt(row: object) -> str:
     text = row if isinstance(row, str) else json.dumps(row, ensure_ascii=False, default=str)
     text = text.strip()
     return text if len(text) <= MAX_EXCERPT else f"{text[: MAX_EXCERPT - 4]} ..."
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Return whether a value of a row is a number, but not a boolean, infinite or NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_damaged(row: object) -> TypeGuard[RowError]:
+    """Return whether the rows after this one could not be read."""
+    return isinstance(row, RowError) and row.code == DAMAGED
 
 
 def refuse_damaged(rejected: Sequence[Rejected], num_rows: int) -> None:

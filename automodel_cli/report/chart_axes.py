@@ -8,9 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 Point = tuple[float, float]
+Rows = Sequence[Mapping[str, Any]]
+"""Lines of metrics.jsonl."""
 
 
-def series(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
+def series(rows: Rows, key: str) -> list[Point]:
     """(step, value) of the rows of metrics.jsonl that have a finite value."""
     return [
         (float(row["step"]), float(row[key]))

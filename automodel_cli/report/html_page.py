@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from automodel_cli.report.chart_axes import series
+from automodel_cli.report.chart_axes import Rows, series
 from automodel_cli.report.charts import histogram_svg, layout_svg, layout_text
 from automodel_cli.report.page_style import STYLE
 from automodel_cli.report.shown_run import ShownRun, ShownSample
@@ -91,7 +91,7 @@ def _curves(runs: Sequence[ShownRun]) -> str:
     return f'<div class="grid2">{"".join(figures)}</div>' if figures else "<p>no step was recorded</p>"
 
 
-def _last(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+def _last(rows: Rows, key: str) -> str:
     train, val = series(rows, key), series(rows, f"val_{key}")
     words = [f"{train[-1][1]:.4g}"] if train else []
     words += [f"validation (dots) {val[-1][1]:.4g}"] if val else []

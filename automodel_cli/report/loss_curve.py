@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from automodel_cli.report.chart_axes import Point, padded_range, series, smoothed, step_range, thinned
+from automodel_cli.report.chart_axes import Point, Rows, padded_range, series, smoothed, step_range, thinned
 from automodel_cli.report.drawing import Anchor, FrameStyles, Plane, Style, document, element, text
 
 WIDTH = 880
@@ -41,7 +40,7 @@ _PAINT: dict[str, Style] = {
 }
 
 
-def loss_curve_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
+def loss_curve_svg(rows: Rows, *, title: str) -> str:
     """Train and validation loss over steps, and the gradient norm in a small panel below, from rows of metrics.jsonl.
 
     Long runs are averaged to a few hundred points. From 30 steps on the raw loss is pale under its moving average.

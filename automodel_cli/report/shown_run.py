@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from automodel_cli.report.chart_axes import Rows
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ShownRun:
     holds the mesh sizes, and `schedule` is the timeline of a step as SVG."""
 
     name: str
-    rows: Sequence[Mapping[str, Any]]
+    rows: Rows
     numbers: Mapping[str, str] = field(default_factory=dict)
     state: str = ""
     why: str = ""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from automodel_cli.report.chart_axes import padded_range, series, smoothed, step_range, thinned
+from automodel_cli.report.chart_axes import Rows, padded_range, series, smoothed, step_range, thinned
 from automodel_cli.report.drawing import FrameStyles, Plane, document
 
 NUM_COLOURS = 8
@@ -15,8 +14,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 12, 34
 _MOST_POINTS, _SMOOTH_FROM, _RAW_OF = 400, 30, 3
 FRAME = FrameStyles({"class": "grid"}, {"class": "axis"}, {})
 """Classes of the page's style sheet."""
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 def panel_svg(runs: Sequence[Rows], key: str, *, label: str, smooth: bool = True) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from automodel_cli.config.diagnostics import format_value
+from automodel_cli.config.dotted_keys import value_at
 from automodel_cli.config.yaml_marks import read_marks
 from automodel_cli.runs.index import RunEntry
 
@@ -54,11 +55,11 @@ def differences(first: RunEntry, second: RunEntry) -> list[Difference]:
 def config_with_origins(path: Path) -> dict[str, str]:
     """Return key -> `value  (origin)` of a run's `config.yaml`. Values that differ only in origin are equal."""
     marks = read_marks(path)  # raises for an invalid config, with the line
-    config: Any = OmegaConf.load(path)
+    config = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     lines = path.read_text(encoding="utf-8").splitlines()
     values = {}
     for mark in marks:
-        value = _value(OmegaConf.to_container(config, resolve=False), mark.key)
+        value = value_at(config, mark.key)
         if isinstance(value, dict) and value:
             continue
         origin = lines[mark.line - 1].rpartition("  # ")[2] if "  # " in lines[mark.line - 1] else ""
@@ -69,12 +70,6 @@ def config_with_origins(path: Path) -> dict[str, str]:
 def _is_inside_a_list(key: str, keys: Mapping[str, str]) -> bool:
     parent = key.rpartition(".")[0]
     return bool(parent) and (parent in keys or _is_inside_a_list(parent, keys))
-
-
-def _value(tree: Any, key: str) -> object:
-    for part in key.split("."):
-        tree = tree[int(part)] if isinstance(tree, list) else tree[part]
-    return tree
 
 
 def _of(where: str, first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[Difference]:

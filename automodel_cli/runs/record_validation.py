@@ -2,105 +2,137 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
 from automodel_cli.config.plain_text import visible
 
-_NONE = object()
-_Read = Callable[[Any], Any]
-"""Returns the value as it may be used, or `_NONE`."""
+_Read = Callable[[object], object]
+"""Returns the value as it may be used. Raises `_Invalid`."""
 
 
-def record(content: Any) -> dict[str, Any]:
+class _Invalid(Exception):
+    """The value has a wrong type or range."""
+
+
+def record(content: object) -> dict[str, Any]:
     """Return the record without entries of a wrong type. {} if it is not a record."""
-    fields = _fields(content, _RECORD)
-    return {} if fields is _NONE or "attempts" not in fields else fields
-
-
-def _text(value: object) -> object:
-    return visible(value) if isinstance(value, str) else _NONE
-
-
-def _text_or_none(value: object) -> object:
-    return None if value is None else _text(value)
-
-
-def _count(value: object) -> object:
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else _NONE
-
-
-def _number(value: Any) -> object:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return value if known and math.isfinite(value) else _NONE
-
-
-def _number_or_none(value: object) -> object:
-    return None if value is None else _number(value)
-
-
-def _moment(value: Any) -> object:
     try:
-        return value if datetime.fromisoformat(value).tzinfo is not None else _NONE
-    except (TypeError, ValueError):
-        return _NONE
+        fields = _fields(content, _RECORD)
+    except _Invalid:
+        return {}
+    return fields if "attempts" in fields else {}
+
+
+def _valid(read: _Read, value: object) -> list[object]:
+    """Return the value in a list, or an empty list if it is invalid."""
+    try:
+        return [read(value)]
+    except _Invalid:
+        return []
+
+
+def _or_none(read: _Read) -> _Read:
+    return lambda value: None if value is None else read(value)
+
+
+def _text(value: object) -> str:
+    match value:
+        case str():
+            return visible(value)
+    raise _Invalid
+
+
+def _count(value: object) -> int:
+    match value:
+        case bool():
+            raise _Invalid
+        case int() if abs(value) < 2**53:
+            return value
+    raise _Invalid
+
+
+def _number(value: object) -> float:
+    match value:
+        case bool():
+            raise _Invalid
+        case int() | float() if abs(value) < 1e300:
+            return value
+    raise _Invalid
+
+
+def _moment(value: object) -> str:
+    match value:
+        case str():
+            try:
+                if datetime.fromisoformat(value).tzinfo is not None:
+                    return value
+            except ValueError:
+                pass
+    raise _Invalid
 
 
 def _mapping(read: _Read) -> _Read:
-    def inner(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return _NONE
-        pairs = ((visible(str(name)), read(item)) for name, item in value.items())
-        return {name: item for name, item in pairs if item is not _NONE}
+    def inner(value: object) -> dict[str, object]:
+        match value:
+            case dict():
+                return {visible(str(name)): kept for name, item in value.items() for kept in _valid(read, item)}
+        raise _Invalid
 
     return inner
 
 
 def _list(read: _Read) -> _Read:
-    def inner(value: Any) -> Any:
-        return [item for item in map(read, value) if item is not _NONE] if isinstance(value, list) else _NONE
+    def inner(value: object) -> list[object]:
+        match value:
+            case list():
+                return [kept for item in value for kept in _valid(read, item)]
+        raise _Invalid
 
     return inner
 
 
-def _entry(shape: dict[str, _Read], *required: str) -> _Read:
+def _entry(shape: dict[str, _Read], *required: str) -> Callable[[object], dict[str, Any]]:
     """Return an entry with these fields only, or nothing if a required one is missing."""
 
-    def inner(value: Any) -> Any:
+    def inner(value: object) -> dict[str, object]:
         fields = _fields(value, shape)
-        if fields is _NONE or any(name not in fields for name in required):
-            return _NONE
+        if any(name not in fields for name in required):
+            raise _Invalid
         return {name: item for name, item in fields.items() if name in shape}
 
     return inner
 
 
-def _fields(value: object, shape: dict[str, _Read]) -> Any:
+def _fields(value: object, shape: dict[str, _Read]) -> dict[str, Any]:
     """Return the entries with correct types, and all that are not in the schema."""
-    if not isinstance(value, dict):
-        return _NONE
-    pairs = ((name, shape[name](item) if name in shape else item) for name, item in value.items())
-    return {name: item for name, item in pairs if item is not _NONE}
+    match value:
+        case dict():
+            reads = {name: shape.get(name, lambda item: item) for name in value}
+            return {name: kept for name, item in value.items() for kept in _valid(reads[name], item)}
+    raise _Invalid
 
 
-def _content(value: Any) -> Any:
+def _content(value: object) -> list[str]:
     """A pair of a dataset's name and its hash."""
-    is_pair = isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
-    return [visible(part) for part in value] if is_pair else _NONE
+    match value:
+        case [str(name), str(digest)]:
+            return [visible(name), visible(digest)]
+    raise _Invalid
 
 
 def _dataset(value: object) -> object:
     dataset = _entry(_DATASET, "name", "text")(value)
-    if dataset is not _NONE and dataset.get("counts") and len(dataset.get("edges", ())) != len(dataset["counts"]) + 1:
-        return _NONE
+    match dataset:
+        case {"counts": [_, *_] as counts}:
+            if len(dataset.get("edges", ())) != len(counts) + 1:
+                raise _Invalid
     return dataset
 
 
-def _attempt(value: Any) -> object:
-    fields = _fields(value, _ATTEMPT)
-    return _NONE if fields is _NONE else {"began": "", "state": "", "host": "", **fields}
+def _attempt(value: object) -> dict[str, object]:
+    return {"began": "", "state": "", "host": "", **_fields(value, _ATTEMPT)}
 
 
 _DATASET: dict[str, _Read] = {
@@ -108,19 +140,19 @@ _DATASET: dict[str, _Read] = {
     "text": _text,
     "edges": _list(_number),
     "counts": _list(_count),
-    "trained": _number_or_none,
-    "fill": _number_or_none,
+    "trained": _or_none(_number),
+    "fill": _or_none(_number),
 }
 _SAMPLE: dict[str, _Read] = {
     "prompt": _text,
     "after": _text,
-    "before": _text_or_none,
-    "expected": _text_or_none,
+    "before": _or_none(_text),
+    "expected": _or_none(_text),
     "pictures": _list(_text),
 }
 _ATTEMPT: dict[str, _Read] = {
     "began": _moment,
-    "ended": lambda value: None if value is None else _moment(value),
+    "ended": _or_none(_moment),
     "state": _text,
     "first_step": _count,
     "host": _text,

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
 
+Sample = dict[str, Any]
+"""A line of rollouts.jsonl: the step, the reward, the messages of the prompt, the completion, ..."""
 Order = Literal["newest", "best", "worst"]
 _TAIL_BYTES = 1 << 20
 
@@ -29,7 +31,7 @@ class RolloutFilter:
     completion: str = ""
     trained: bool = False
 
-    def has(self, row: dict[str, Any]) -> bool:
+    def has(self, row: Sample) -> bool:
         """Return whether a sample passes the filter."""
         first, last = self.steps
         return (
@@ -43,7 +45,7 @@ class RolloutFilter:
         )
 
 
-def conversation_text(completion: str, turns: Sequence[dict[str, Any]] | None) -> str:
+def conversation_text(completion: str, turns: Sequence[Sample] | None) -> str:
     """Return the completion. For several turns: all of them, with the environment's replies in brackets."""
     if not turns:
         return completion
@@ -51,7 +53,7 @@ def conversation_text(completion: str, turns: Sequence[dict[str, Any]] | None) -
     return "\n".join(text if role == "assistant" else f"[{role}: {text}]" for role, text in turns_text)
 
 
-def select(folder: Path, wanted: RolloutFilter, count: int, order: Order) -> tuple[list[dict[str, Any]], int]:
+def select(folder: Path, wanted: RolloutFilter, count: int, order: Order) -> tuple[list[Sample], int]:
     """Return up to `count` samples in order, and their total number. Raises ConfigError if the run has no samples."""
     path = folder / "rollouts.jsonl"
     if not path.is_file():
@@ -62,7 +64,7 @@ def select(folder: Path, wanted: RolloutFilter, count: int, order: Order) -> tup
         )
     total, numbered = 0, enumerate(row for row in _rows(path) if wanted.has(row))
 
-    def counted() -> Iterator[tuple[int, dict[str, Any]]]:
+    def counted() -> Iterator[tuple[int, Sample]]:
         nonlocal total
         for number, row in numbered:
             total += 1
@@ -77,7 +79,7 @@ def select(folder: Path, wanted: RolloutFilter, count: int, order: Order) -> tup
     return [row for _, row in chosen], total
 
 
-def newest(folder: Path, count: int) -> list[dict[str, Any]]:
+def newest(folder: Path, count: int) -> list[Sample]:
     """Return up to `count` newest samples of a run, newest first, from the end of rollouts.jsonl."""
     path = folder / "rollouts.jsonl"
     if not path.is_file():
@@ -94,7 +96,7 @@ def newest(folder: Path, count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path) -> Iterator[Sample]:
     """An active run may be writing its last line."""
     with open(path, encoding="utf-8") as file:
         for line in file:

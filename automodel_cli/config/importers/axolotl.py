@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from automodel_cli.config.importers import hugging_face as hf
 from automodel_cli.config.importers import vision
@@ -75,7 +74,7 @@ def _parts(draft: Draft) -> None:
         draft.decide("unfrozen_parameters", "train.trainable selects whole parameters, not ranges of rows")
     elif patterns:
         draft.put("train.trainable", [f"re:{pattern}" for pattern in patterns], "unfrozen_parameters")
-    groups: list[dict[str, Any]] = []
+    groups: list[dict[str, object]] = []
     theirs: list[str] = []
     while draft.has(there := f"lr_groups[{len(groups)}]."):
         names = [f"re:.*{re.escape(str(name))}" for name in draft.get(there + "modules", [])]
@@ -105,7 +104,7 @@ def _data(draft: Draft) -> None:
 
 
 def _dataset(draft: Draft, i: int, prefix: str | None) -> dict[str, object]:
-    entry: dict[str, Any] = {}
+    entry: dict[str, object] = {}
     there = f"datasets[{i}]."
 
     def put(name: str, value: object, *theirs: str) -> None:

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from automodel_cli.config.diagnostics import format_value
+from automodel_cli.config.dotted_keys import join
 
 Kind = Literal["sft", "dpo", "kd", "grpo", "vlm"]
 _OMIT = object()
@@ -30,10 +31,10 @@ class KeyMapping:
 
     ours: str | None = None
     why: str = ""
-    values: Mapping[str, Any] | None = None
+    values: Mapping[str, object] | None = None
 
 
-def to(ours: str, why: str = "", **values: Any) -> KeyMapping:
+def to(ours: str, why: str = "", **values: object) -> KeyMapping:
     """A source key with a counterpart. Its values are keywords (`true`, `null`, or text)."""
     return KeyMapping(ours, why, values or None)
 
@@ -48,7 +49,7 @@ class Default:
     """A default of the source tool that differs from ours."""
 
     ours: str
-    value: Any
+    value: object
     why: str
     kinds: Sequence[Kind] = ("sft", "dpo", "kd", "grpo")
 
@@ -81,13 +82,13 @@ class Table:
 class Draft:
     """The leaves of a source file and their translation."""
 
-    source: Mapping[str, Any]
+    source: Mapping[str, object]
     gpus: int
     kind: Kind = "sft"
     """A draft with pictures is of kind sft: it has the defaults of that kind, and `reads_pictures`."""
     reads_pictures: bool = False
     values: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, str] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
     """By key of this package: origin and difference."""
     theirs: dict[str, list[str]] = field(default_factory=dict)
@@ -98,7 +99,7 @@ class Draft:
     undecided: list[str] = field(default_factory=list)
     """Settings that would change or omit training until the user decides about them."""
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """Return the source value, or `default` if it is absent or empty. Does not count as translated."""
         value = self.source.get(key)
         return default if value is None else value
@@ -107,7 +108,12 @@ class Draft:
         """Whether any key of theirs begins so."""
         return any(key.startswith(prefix) for key in self.source)
 
-    def put(self, ours: str, value: Any, *theirs: str, note: str = "") -> None:
+    def listed(self, key: str, default: object = None) -> list[Any]:
+        """Return the source value as a list: `[]` if it is absent, one entry for a single value."""
+        value = self.get(key, default)
+        return value if isinstance(value, list) else [] if value is None else [value]
+
+    def put(self, ours: str, value: object, *theirs: str, note: str = "") -> None:
         """Set a key (a group option if it has no dot) because of these source keys."""
         (self.values if "." in ours or ours in ("seed", "run_name", "output_dir", "rewards") else self.options)[
             ours
@@ -139,7 +145,7 @@ class Draft:
         return ours in self.values or ours in self.options
 
 
-def translate(source: Mapping[str, Any], table: Table, gpus: int, kind: Kind | None = None) -> Draft:
+def translate(source: Mapping[str, object], table: Table, gpus: int, kind: Kind | None = None) -> Draft:
     """Translate a complete file. Afterwards every leaf is in `done`."""
     draft = Draft(flatten_keys(source), gpus)
     draft.kind = kind or table.kind(draft)
@@ -227,11 +233,14 @@ def _row(draft: Draft, table: Table, key: str, value: object) -> None:
 
 def flatten_keys(value: object, prefix: str = "") -> dict[str, object]:
     """Return the leaves by dotted key, and items of a list of mappings as `key[0].name`. Other lists are leaves."""
-    if isinstance(value, Mapping) and value:
-        leaves: dict[str, object] = {}
-        for name, item in value.items():
-            leaves |= flatten_keys(item, f"{prefix}.{name}" if prefix else str(name))
-        return leaves
-    if isinstance(value, list) and value and any(isinstance(item, Mapping) for item in value):
-        return {k: v for i, item in enumerate(value) for k, v in flatten_keys(item, f"{prefix}[{i}]").items()}
-    return {prefix: value}
+    leaves: dict[str, object] = {}
+    match value:
+        case {**sections} if sections:
+            for name, item in sections.items():
+                leaves |= flatten_keys(item, join(prefix, name))
+        case list() if any(isinstance(item, Mapping) for item in value):
+            for i, item in enumerate(value):
+                leaves |= flatten_keys(item, f"{prefix}[{i}]")
+        case _:
+            leaves[prefix] = value
+    return leaves

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, none, to
 
@@ -143,10 +142,9 @@ def warmup(draft: Draft) -> None:
 
 def report_to(draft: Draft) -> None:
     """Trackers by name, with the keys that belong to them."""
-    value = draft.get("report_to")
-    if value is None:
+    if draft.get("report_to") is None:
         return
-    names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    names = [str(name) for name in draft.listed("report_to")]
     if "all" in names:
         draft.leave("report_to", "name the trackers: logging.trackers=[wandb]")
         return
@@ -155,7 +153,7 @@ def report_to(draft: Draft) -> None:
 
 def trackers(draft: Draft, fields: Mapping[str, Mapping[str, str]], *theirs: str) -> None:
     """`fields`: of each tracker, our option -> the source key. A tracker without options is a name."""
-    nodes: list[Any] = []
+    nodes: list[object] = []
     used: list[str] = []
     for name, options in fields.items():
         if name not in TRACKERS:

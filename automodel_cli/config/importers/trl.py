@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from automodel_cli.config.importers import hugging_face as hf
 from automodel_cli.config.importers import vision
 from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, at_default, none, to
@@ -21,17 +19,17 @@ _LOSSES = (
     *("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"),
     *("apo_zero", "apo_down", "discopop", "aot", "aot_unpaired"),
 )
-_ALWAYS: dict[str, tuple[Any, str]] = {
+_ALWAYS: dict[str, tuple[object, str]] = {
     "use_bnb_nested_quant": (False, "model.lora.quantization is none or nf4"),
     "ignore_bias_buffers": (False, "buffers are not reduced over ranks"),
 }
-_OF_DPO: dict[str, tuple[Any, str]] = {
+_OF_DPO: dict[str, tuple[object, str]] = {
     "f_divergence_type": ("reverse_kl", "the log-ratio of the losses is that of the reverse KL"),
     "f_alpha_divergence_coef": (0.5, "read with f_divergence_type=alpha_divergence only"),
     "discopop_tau": (0.05, "the temperature of objective.loss=discopop is 0.05"),
     "disable_dropout": (True, "the models of the library have dropout as their configs say"),
 }
-_OF_GRPO: dict[str, tuple[Any, str]] = {
+_OF_GRPO: dict[str, tuple[object, str]] = {
     "repetition_penalty": (1.0, "samples are drawn from the policy, which the ratios are about"),
     "min_p": (None, "samples are drawn by temperature, top_p and top_k"),
     "multi_objective_aggregation": ("sum_then_normalize", "rewards are summed, then compared within the group"),
@@ -129,9 +127,9 @@ def _sft(draft: Draft, ranks: int) -> None:
 
 def _dpo(draft: Draft, ranks: int) -> None:
     follow_settings(draft)
-    loss = draft.get("loss_type", "sigmoid")
-    loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
-    if isinstance(loss, str) and loss in _LOSSES:
+    losses = draft.listed("loss_type", "sigmoid")
+    loss = losses[0] if len(losses) == 1 else None
+    if loss in _LOSSES:
         draft.put("objective", "ipo" if loss == "ipo" else "dpo", "loss_type")
         draft.put("objective.loss", loss, "loss_type")
     else:
@@ -147,8 +145,8 @@ def _dpo(draft: Draft, ranks: int) -> None:
         draft.put("reference_mode", "precomputed", "precompute_ref_log_probs")
 
 
-_LEVELS: dict[str, Any] = {level: level for level in ("token", "sequence", "sequence_token")}
-_FALSE_IS_NONE: dict[str, Any] = {"true": True, "group": True, "false": False, "none": False}
+_LEVELS: dict[str, object] = {level: level for level in ("token", "sequence", "sequence_token")}
+_FALSE_IS_NONE: dict[str, object] = {"true": True, "group": True, "false": False, "none": False}
 
 TABLE = Table(
     tool="TRL",

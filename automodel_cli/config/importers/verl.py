@@ -13,17 +13,16 @@ def _kind(draft: Draft) -> Kind:
 
 def _together(draft: Draft) -> None:
     (grpo_settings if draft.kind == "grpo" else _sft)(draft)
-    files = draft.get("data.train_files", "train.parquet")
-    first = files[0] if isinstance(files, list) and len(files) == 1 else files
-    if isinstance(first, list):
-        draft.put("data.datasets", [{"path": path} for path in first], "data.train_files")
+    files = draft.listed("data.train_files", "train.parquet")
+    if len(files) == 1:
+        draft.put("data.path", files[0], "data.train_files")
     else:
-        draft.put("data.path", first, "data.train_files")
-    held_out = draft.get("data.val_files")
-    if isinstance(held_out, list) and len(held_out) > 1:
+        draft.put("data.datasets", [{"path": path} for path in files], "data.train_files")
+    held_out = draft.listed("data.val_files")
+    if len(held_out) > 1:
         draft.decide("data.val_files", f"data.validation_path is one file; here the first, {held_out[0]}")
-    if held_out:
-        draft.put("data.validation_path", held_out[0] if isinstance(held_out, list) else held_out, "data.val_files")
+    if any(held_out):
+        draft.put("data.validation_path", held_out[0], "data.val_files")
     _trackers(draft)
     for theirs, ours in (("trainer.save_freq", "checkpoint.every"), ("trainer.test_freq", "validation.every")):
         if draft.get(theirs) is not None:
@@ -34,10 +33,7 @@ def _together(draft: Draft) -> None:
 
 def _trackers(draft: Draft) -> None:
     """Loggers by name. Project and experiment apply to each."""
-    loggers = draft.get("trainer.logger", [])
-    names = [
-        str(name) for name in (loggers if isinstance(loggers, list) else [loggers]) if name not in ("console", "file")
-    ]
+    names = [str(name) for name in draft.listed("trainer.logger") if name not in ("console", "file")]
     own = {"wandb": "project", "trackio": "project", "mlflow": "experiment"}
     fields = {name: {own[name]: "trainer.project_name"} if name in own else {} for name in names}
     if names:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.formats.base import KINDS, DataKind, FirstRows, Format, KnownFormat, Makes
 from automodel_cli.data.formats.column_mapping import LIST_COLUMNS, column_for, columns_fix
-from automodel_cli.data.formats.examples import Conversation, Document, PlainText
+from automodel_cli.data.formats.examples import Conversation, Document, Messages, PlainText
 from automodel_cli.data.formats.groups import Retrieval
 from automodel_cli.data.formats.labeled import LabeledTexts, LabeledTokens, suggest_columns
 from automodel_cli.data.formats.messages import NO_TEMPLATE_FIX, chat_or_text, messages_in, turn, with_system
@@ -41,9 +41,10 @@ class ShareGPT(Chats):
     name: ClassVar[str] = "sharegpt"
 
     def detects(self, sample: FirstRows) -> bool:
-        value = messages_in(sample.first(sample.listed)) if sample.listed else None
-        first = value[0] if isinstance(value, list) and value else None
-        return isinstance(first, dict) and "from" in first and not sample.is_pair
+        match messages_in(sample.first(sample.listed)) if sample.listed else None:
+            case [{"from": _}, *_]:
+                return not sample.is_pair
+        return False
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,13 @@ class Alpaca:
         if extra.strip():
             question = f"{question}\n{extra}"
         answer = row.text("output")
-        messages: list[dict[str, Any]] = []
+        messages: Messages = []
         for number, pair in enumerate(row.get("history") or []):
-            if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair)):
-                raise RowError("bad_history", f"history[{number}] must be a pair of strings")
-            messages += [turn("user", pair[0]), turn("assistant", pair[1])]
+            match pair:
+                case [str(asked), str(answered)]:
+                    messages += [turn("user", asked), turn("assistant", answered)]
+                case _:
+                    raise RowError("bad_history", f"history[{number}] must be a pair of strings")
         messages += [turn("user", question), turn("assistant", answer)]
         trained = [message["role"] == "assistant" for message in messages]
         return chat_or_text(messages, trained, row.optional_text("system"), None, chat=row.chat)
@@ -230,6 +233,7 @@ def _suggest_columns(sample: FirstRows) -> str:
 
 
 def _is_chat(value: object) -> bool:
-    value = messages_in(value)
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and ("role" in first or "from" in first)
+    match messages_in(value):
+        case [{"role": _} | {"from": _}, *_]:
+            return True
+    return False

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from automodel_cli.data.formats.base import FirstRows, Makes
 from automodel_cli.data.formats.examples import TextGroup
 from automodel_cli.data.formats.row_accessor import Fields
-from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.row_errors import RowError, is_finite_number
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,6 @@ class Retrieval:
         if not isinstance(negatives, list) or not all(isinstance(text, str) and text.strip() for text in negatives):
             raise RowError("not_text", f"the negatives must be a text or a list of texts, not {given!r:.80}")
         score = row.get("score")
-        if score is not None and (
-            isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)
-        ):
+        if score is not None and not is_finite_number(score):
             raise RowError("bad_label", f"{row.column('score')} is {score!r}, but must be a finite number")
         return TextGroup(row.text("query"), row.text("positive"), tuple(negatives), score)

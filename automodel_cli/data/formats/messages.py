@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, Document
+from automodel_cli.data.formats.examples import AnsweredPrompt, Conversation, Document, Message, Messages
 from automodel_cli.data.formats.tool_calls import json_value, link_answers, read_calls
 from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, AllowedKeys
 from automodel_cli.data.json_reader import parse_json
-from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.row_errors import RowError, attempt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -35,14 +34,12 @@ _ARRAY_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 NO_TEMPLATE_FIX = "data.chat_template=<a .jinja file>, or a tokenizer with a chat template"
 
 
-def turn(role: str, content: str) -> dict[str, object]:
+def turn(role: str, content: str) -> Message:
     """One message."""
     return {"role": role, "content": content}
 
 
-def with_system(
-    messages: list[dict[str, Any]], trained: list[bool], system: str, tools: list[dict[str, Any]] | None
-) -> Conversation:
+def with_system(messages: Messages, trained: list[bool], system: str, tools: Messages | None) -> Conversation:
     """Return the conversation with the system text of a separate column in front. Raises RowError if it has another."""
     if system.strip() and messages[0]["role"] != "system":
         return Conversation([turn("system", system), *messages], [False, *trained], tools)
@@ -56,10 +53,10 @@ def with_system(
 
 
 def chat_or_text(
-    messages: list[dict[str, Any]],
+    messages: Messages,
     trained: list[bool],
     system: str,
-    tools: list[dict[str, Any]] | None,
+    tools: Messages | None,
     *,
     chat: bool,
 ) -> Document:
@@ -75,37 +72,37 @@ def chat_or_text(
     return AnsweredPrompt(messages[0]["content"], messages[1]["content"])
 
 
-def messages_in(value: object) -> Any:
+def messages_in(value: object) -> object:
     """Parse a list of messages from JSON text, as tables without nested columns (csv) store it. Other values pass."""
     if not isinstance(value, str) or not _ARRAY_OF_OBJECTS.match(value):
         return value
-    try:
-        parsed = parse_json(value)
-    except RowError:
-        return value
-    are_messages = isinstance(parsed, list) and all(
-        isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
-        for item in parsed
-    )
-    return parsed if are_messages else value
+    match attempt(parse_json, value):
+        case list() as parsed if all(map(_is_message, parsed)):
+            return parsed
+    return value
 
 
-def as_messages(
-    field: tuple[str, object], role: str, keys: AllowedKeys = NO_OTHER_KEYS
-) -> tuple[list[dict[str, object]], list[bool]]:
+def _is_message(item: object) -> bool:
+    match item:
+        case {"role": _, "content": _} | {"from": _, "value": _}:
+            return True
+    return False
+
+
+def as_messages(field: tuple[str, object], role: str, keys: AllowedKeys = NO_OTHER_KEYS) -> tuple[Messages, list[bool]]:
     """Text, one message or a list of messages (the prompt or completion of conversational data) as messages."""
     column, value = field
-    value = messages_in(value)
-    if isinstance(value, str):
-        if not value.strip():
-            raise RowError("empty", f"{column} is empty")
-        return [turn(role, value)], [role == "assistant"]
-    return read_messages([value] if isinstance(value, dict) else value, column, keys)
+    match messages_in(value):
+        case str(text):
+            if not text.strip():
+                raise RowError("empty", f"{column} is empty")
+            return [turn(role, text)], [role == "assistant"]
+        case dict() as message:
+            return read_messages([message], column, keys)
+    return read_messages(value, column, keys)
 
 
-def read_messages(
-    value: Any, column: str, keys: AllowedKeys = NO_OTHER_KEYS
-) -> tuple[list[dict[str, object]], list[bool]]:
+def read_messages(value: object, column: str, keys: AllowedKeys = NO_OTHER_KEYS) -> tuple[Messages, list[bool]]:
     """OpenAI (`role`, `content`) or sharegpt (`from`, `value`) messages as template messages, and which are trained.
 
     Trained are assistant messages without `train: false` (or the `weight: 0` of OpenAI files). Raises RowError naming
@@ -133,7 +130,7 @@ def read_messages(
     return messages, trained
 
 
-def _is_trained(item: Mapping[str, Any], role: str, where: str) -> bool:
+def _is_trained(item: Message, role: str, where: str) -> bool:
     flag = item.get("train", item.get("weight", role == "assistant"))
     if flag not in (0, 1):
         raise RowError("bad_train", f"{where}.train is {flag!r}, but must be true or false")
@@ -144,7 +141,7 @@ def _is_trained(item: Mapping[str, Any], role: str, where: str) -> bool:
     return bool(flag)
 
 
-def _from_openai(item: Mapping[str, Any], where: str, keys: AllowedKeys) -> dict[str, Any]:
+def _from_openai(item: Message, where: str, keys: AllowedKeys) -> Message:
     if "role" not in item:
         raise RowError("no_role", f"{where} has no 'role' (its keys: {', '.join(item) or 'none'})")
     role = item["role"]
@@ -175,18 +172,25 @@ def _content(value: object, where: str, keys: AllowedKeys) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        parts = []
-        for i, part in enumerate(value):
-            if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
-                kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
-                raise RowError("not_text", f"{where}.content[{i}] has type {kind!r}, but only text is supported")
-            keys.kept(part, PART_KEYS, f"{where}.content[{i}]")
-            parts.append(part["text"])
-        return "".join(parts)
+        return "".join(_part(part, f"{where}.content[{i}]", keys) for i, part in enumerate(value))
     raise RowError("not_text", f"{where}.content is {type(value).__name__}, not text")
 
 
-def _from_sharegpt(item: Mapping[str, object], where: str) -> dict[str, Any]:
+def _part(part: Any, where: str, keys: AllowedKeys) -> str:
+    match part:
+        case {"text": str(text)}:
+            keys.kept(part, PART_KEYS, where)
+            return text
+        case {"type": kind}:
+            pass
+        case {**_others}:
+            kind = "unknown"
+        case _:
+            kind = type(part).__name__
+    raise RowError("not_text", f"{where} has type {kind!r}, but only text is supported")
+
+
+def _from_sharegpt(item: Message, where: str) -> Message:
     speaker, value = item["from"], item.get("value")
     if speaker not in SHAREGPT_ROLES:
         raise RowError("bad_role", f"{where}.from is {speaker!r}, but must be one of: {', '.join(SHAREGPT_ROLES)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -12,7 +11,7 @@ from automodel_cli.data.formats.column_mapping import LIST_COLUMNS
 from automodel_cli.data.formats.examples import Conversation, Document, JudgedResponse, Messages, Pair
 from automodel_cli.data.formats.messages import chat_or_text
 from automodel_cli.data.formats.row_accessor import Fields
-from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.row_errors import RowError, is_finite_number
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def _margin(row: Fields) -> float:
     margin = row.get("margin")
     if margin is None:
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+    if not is_finite_number(margin):
         raise RowError("bad_margin", f"{row.column('margin')} is {margin!r}, but must be a finite number")
     return float(margin)
 

@@ -12,7 +12,7 @@ from automodel_cli.data.formats.tool_calls import json_value
 from automodel_cli.data.formats.unused_columns import NO_OTHER_KEYS, AllowedKeys
 from automodel_cli.data.row_errors import RowError
 
-Tools = list[dict[str, Any]] | None
+Tools = Messages | None
 
 
 class Fields(Mapping[str, Any]):

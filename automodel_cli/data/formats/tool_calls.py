@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from automodel_cli.data.formats.examples import Message
 from automodel_cli.data.json_reader import parse_json
 from automodel_cli.data.row_errors import RowError
-
-Message = dict[str, Any]
 
 CALL_KEYS = frozenset({"id", "type", "function", "index"})
 FUNCTION_KEYS = frozenset({"name", "arguments"})
@@ -28,13 +26,16 @@ def read_calls(calls: object, where: str) -> list[Message]:
     return [_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
-def _call(call: Any, where: str) -> Message:
-    call = {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else call
-    if isinstance(call, dict) and "function" not in call and "name" in call:  # as some templates write them
+def _call(value: object, where: str) -> Message:
+    call: Message = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
+    if "function" not in call and "name" in call:  # as some templates write them
         given = {key: value for key, value in call.items() if key not in FUNCTION_KEYS}
         call = {**given, "function": {key: call[key] for key in FUNCTION_KEYS if key in call}}
-    if not (isinstance(call, dict) and isinstance(call.get("function"), dict) and "name" in call["function"]):
-        raise RowError("bad_tool_call", f"{where} has no function with a name")
+    match call:
+        case {"function": {"name": _}}:
+            pass
+        case _:
+            raise RowError("bad_tool_call", f"{where} has no function with a name")
     kind = call.get("type", "function")
     if kind != "function":
         raise RowError("bad_tool_call", f"{where}.type is {kind!r}, but must be 'function'")

@@ -103,13 +103,14 @@ def check_ignored(ignored: Sequence[str], missing: Collection[str], present: Col
 
 def _names_in(value: object) -> Iterator[str]:
     """Yield the keys of a row, and of the messages and content parts in it."""
-    if isinstance(value, Mapping):
-        yield from value
-        for inner in value.values():
-            yield from _names_in(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _names_in(inner)
+    match value:
+        case {**columns}:
+            yield from map(str, columns)
+            for inner in columns.values():
+                yield from _names_in(inner)
+        case list():
+            for inner in value:
+                yield from _names_in(inner)
 
 
 NO_OTHER_KEYS = AllowedKeys()
@@ -118,7 +119,7 @@ _SYNONYMS = dict.fromkeys(("loss", "mask", "trainable", "loss_weight"), ", or na
 
 def is_empty(value: object) -> bool:
     """Return whether a value is empty. Tables have every key in every row."""
-    return value is None or (isinstance(value, str | list | dict) and not value)
+    return value is None or value in ("", [], {})
 
 
 def unused_columns(rows: Sequence[Mapping[str, Any]], read: Collection[str]) -> list[str]:

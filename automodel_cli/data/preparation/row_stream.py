@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class RowStream(Protocol):
     def rows(self, start: int, number: int) -> np.ndarray:
         """Return the indices at the positions `start ... start + number - 1`."""
 
-    def definition(self, before: int) -> list[Any]:
+    def definition(self, before: int) -> list[object]:
         """Return what determines the positions below `before`, as JSON values."""
 
 
@@ -90,7 +90,7 @@ class EpochStream:
         self.rows_per_epoch = sum(self.takes)
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
-    def definition(self, before: int) -> list[Any]:
+    def definition(self, before: int) -> list[object]:
         return list(self.takes)
 
     def rows(self, start: int, number: int) -> np.ndarray:
@@ -170,7 +170,7 @@ class TokenBlend:
         self._next = self._start
         self._chunks: OrderedDict[int, np.ndarray] = OrderedDict()
 
-    def definition(self, before: int) -> list[Any]:
+    def definition(self, before: int) -> list[object]:
         return [[first, list(shares)] for first, shares in self.phases if first < before or not first]
 
     def rows(self, start: int, number: int) -> np.ndarray:

@@ -139,7 +139,7 @@ def _raw(origin: SourceRow) -> object:
     return origin.row.raw if isinstance(origin.row, RowError) else origin.row
 
 
-def _write(file: IO[bytes], row: Any) -> None:
+def _write(file: IO[bytes], row: object) -> None:
     file.write(json.dumps(row, ensure_ascii=False, default=_plain).encode("utf-8", "surrogatepass") + b"\n")
 
 

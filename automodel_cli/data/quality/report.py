@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from automodel_cli.data.quality.quality import BYTES_PER_TOKEN, Quality
 
 EXAMPLES = 5
 """Examples of each finding."""
+Counts = Mapping[str, Any]
+"""A part of the report: counts, names and further parts, as JSON values."""
 _LARGEST = 4
 _QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 
@@ -20,7 +22,7 @@ def report_of(quality: Quality) -> dict[str, object]:
     """Return counts, estimated tokens and examples of every check."""
     everything = np.ones(len(quality.exact_R), bool)
     invalid = Counter(row.code for _, row in quality.invalid)
-    report: dict[str, Any] = {
+    report: dict[str, object] = {
         "datasets": [source.name for source in quality.sources],
         "num_rows": len(everything),
         "num_bytes": int(quality.size_R.sum()),
@@ -119,7 +121,7 @@ def _language(quality: Quality) -> dict[str, object]:
         }
         for i in order.tolist()
     }
-    others: dict[str, Any] = {}
+    others: dict[str, object] = {}
     if quality.options.languages:
         others = {"keep": list(quality.options.languages), **_counts(quality, quality.flagged("language"))}
     return {**others, "languages": languages}
@@ -143,7 +145,7 @@ def _length(quality: Quality) -> dict[str, object]:
     return out
 
 
-def report_lines(report: dict[str, Any]) -> Iterator[str]:
+def report_lines(report: Counts) -> Iterator[str]:
     """Yield the lines of the report."""
     total, size = report["num_rows"], report["num_bytes"]
     tokens = f"about {report['estimated_tokens']:,} tokens ({BYTES_PER_TOKEN} bytes each)"
@@ -165,7 +167,7 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         yield from _length_lines(found, total)
 
 
-def _overlap_lines(found: dict[str, Any], total: int) -> Iterator[str]:
+def _overlap_lines(found: Counts, total: int) -> Iterator[str]:
     limit = f"{found['threshold']:.0%} of a text of an evaluation" if found["threshold"] else "an n-gram of one"
     yield _line("overlap", f"{_share(found, total)} with {limit} (n-grams of {found['ngram']} words)")
     for of_set in found["evaluations"]:
@@ -178,7 +180,7 @@ def _overlap_lines(found: dict[str, Any], total: int) -> Iterator[str]:
     yield from (_line("", f"{e['row']} has {e['coverage']:.0%} of {e['evaluation']}") for e in found["examples"])
 
 
-def _language_lines(found: dict[str, Any], total: int) -> Iterator[str]:
+def _language_lines(found: Counts, total: int) -> Iterator[str]:
     listed = list(found["languages"].items())
     parts = [f"{name} {of['num_rows'] / total:.1%} ({of['example']})" for name, of in listed[: 2 * EXAMPLES]]
     more = f", {len(listed) - 2 * EXAMPLES} more" if len(listed) > 2 * EXAMPLES else ""
@@ -187,7 +189,7 @@ def _language_lines(found: dict[str, Any], total: int) -> Iterator[str]:
         yield _line("", f"{_share(found, total)} in other languages than {', '.join(found['keep'])}")
 
 
-def _length_lines(found: dict[str, Any], total: int) -> Iterator[str]:
+def _length_lines(found: Counts, total: int) -> Iterator[str]:
     if "quantiles" in found:
         parts = [f"{float(q):.0%} {words:,}" for q, words in found["quantiles"].items()]
         ends = [f"{name} {found[name]['words']:,} ({found[name]['row']})" for name in ("shortest", "longest")]
@@ -199,7 +201,7 @@ def _length_lines(found: dict[str, Any], total: int) -> Iterator[str]:
         yield _line("", f"{_share(found, total)} {' or '.join(limits)} words{examples}")
 
 
-def _share(found: dict[str, Any], total: int) -> str:
+def _share(found: Counts, total: int) -> str:
     share = found["num_rows"] / max(1, total)
     return f"{_rows(found['num_rows'])} ({share:.2%}, about {found['estimated_tokens']:,} tokens)"
 

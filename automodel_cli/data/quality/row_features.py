@@ -5,7 +5,6 @@ A row takes 49 bytes of memory, and `4 * NUM_HASHES` bytes of a temporary file f
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -17,11 +16,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from automodel_cli.data.batched import batched
 from automodel_cli.data.preparation.preparation_progress import PreparationProgress
 from automodel_cli.data.quality.overlap import EvaluationIndex
 from automodel_cli.data.quality.row_text import RowText
 from automodel_cli.data.quality.words import WordHasher, ngram_hashes
-from automodel_cli.data.row_errors import RowError, SourceRow, attempt
+from automodel_cli.data.row_errors import RowError, SourceRow, attempt_each
 from automodel_cli.data.sources.sources import ShardedSource, Source
 from automodel_cli.data.sources.spans import Span
 
@@ -34,7 +34,7 @@ UNKNOWN = "unknown"
 _SEED = 1
 _BATCH = 256
 _LANGUAGE_CHARACTERS = 2000
-_COLUMNS: dict[str, np.dtype[Any]] = {
+_COLUMNS: dict[str, np.dtype] = {
     "file": np.dtype(np.int32),
     "line": np.dtype(np.int64),
     "words": np.dtype(np.int32),
@@ -95,12 +95,12 @@ class FeatureReader:
     def read(self, rows: Iterable[SourceRow], name: str) -> Features:
         """Return the features of these rows. `name`: of the file of their signatures, unique."""
         invalid: list[InvalidRow] = []
-        values: dict[str, list[Any]] = {column: [] for column in _COLUMNS}
+        values: dict[str, list[object]] = {column: [] for column in _COLUMNS}
         digests: list[bytes] = []
         reached: dict[int, float] = {}
         signatures = self.folder / f"{name}.u32"
         with signatures.open("wb") as out:
-            for batch in _batches(self._readable(rows, invalid)):
+            for batch in batched(self._readable(rows, invalid), _BATCH):
                 shingles = []
                 for origin, parts in batch:
                     text = "\n".join(text for _, text in parts)
@@ -122,7 +122,7 @@ class FeatureReader:
         self, rows: Iterable[SourceRow], invalid: list[InvalidRow]
     ) -> Iterator[tuple[SourceRow, list[tuple[str, str]]]]:
         for origin in rows:
-            parts = origin.row if isinstance(origin.row, RowError) else attempt(self.text.parts, origin.row)
+            (parts,) = attempt_each(self.text.parts, [origin.row])
             if isinstance(parts, RowError):
                 invalid.append(InvalidRow(origin.file, origin.line, parts.code, parts.message))
             else:
@@ -154,12 +154,6 @@ class FeatureReader:
             reached[unit] = max(coverage, reached.get(unit, 0.0))
         best = int(np.argmax(coverages))
         return int(units[best]), float(coverages[best])
-
-
-def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    while batch := list(itertools.islice(iterator, _BATCH)):
-        yield batch
 
 
 def _signatures(shingles: Sequence[np.ndarray]) -> np.ndarray:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.formats.base import DataKind
+from automodel_cli.data.formats.base import DataKind, Format
 from automodel_cli.data.formats.builtin import detect_format, find_format
 from automodel_cli.data.formats.examples import (
     AnsweredPrompt,
     Conversation,
     JudgedResponse,
     LabeledText,
+    Messages,
     Pair,
     PlainText,
     TextGroup,
 )
 from automodel_cli.data.formats.format_reader import RowReader
 from automodel_cli.data.formats.unused_columns import AllowedKeys
-from automodel_cli.data.row_errors import without_nulls
+from automodel_cli.data.json_reader import Row
 from automodel_cli.data.source_config import SourceConfig
 
 _KINDS: tuple[DataKind, ...] = ("documents", "preferences", "labeled", "groups")
@@ -36,18 +36,18 @@ class _EveryName(frozenset[str]):
 class RowText:
     """Parts of the text of a row: pairs of a role and a text. Picklable, for worker processes."""
 
-    def __init__(self, config: SourceConfig, examples: Sequence[Mapping[str, Any]], name: str):
+    def __init__(self, config: SourceConfig, examples: Sequence[Row], name: str):
         """`examples`: first rows, from which the format is detected. Raises DataError if no format fits them."""
         fmt = find_format(config.format) if config.format != "auto" else _detected(examples, config, name)
         keys = AllowedKeys(of_template=_EveryName())
         self.reader = RowReader(fmt, config.column_mapping, chat=True, keys=keys, refused=())
 
-    def parts(self, row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def parts(self, row: Row) -> list[tuple[str, str]]:
         """Return role and text of each part, in order. Raises RowError for rows that do not have the format."""
         return list(_parts(self.reader.read(row)))
 
 
-def _detected(examples: Sequence[Mapping[str, object]], config: SourceConfig, name: str) -> Any:
+def _detected(examples: Sequence[Row], config: SourceConfig, name: str) -> Format:
     if not examples:
         return find_format("text")
     errors = []
@@ -85,7 +85,7 @@ def _parts(document: object) -> Iterator[tuple[str, str]]:
             yield from (("query", document.query), *(("passage", text) for text in passages))
 
 
-def _messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _messages(messages: Messages) -> Iterator[tuple[str, str]]:
     for message in messages:
         content = message.get("content")
         yield message["role"], content if isinstance(content, str) else json.dumps(content, default=str)
@@ -93,15 +93,16 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]
             yield message["role"], json.dumps(message["tool_calls"], sort_keys=True, default=str)
 
 
-def values_of(row: Any) -> Iterator[str]:
+def values_of(row: object) -> Iterator[str]:
     """Yield every text in the values of a row of an evaluation, except system messages."""
-    row = without_nulls(row) if isinstance(row, dict) else row
-    if isinstance(row, str):
-        yield row
-    elif isinstance(row, Mapping):
-        if row.get("role") != "system":
-            for value in row.values():
+    match row:
+        case str():
+            yield row
+        case {"role": "system"}:
+            pass
+        case {**columns}:
+            for value in columns.values():
                 yield from values_of(value)
-    elif isinstance(row, list | tuple):
-        for value in row:
-            yield from values_of(value)
+        case list() | tuple():
+            for value in row:
+                yield from values_of(value)

@@ -10,7 +10,7 @@ import posixpath
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.config.file_systems import package_for
@@ -19,6 +19,9 @@ from automodel_cli.data.sources.remote_path import RemotePath
 from automodel_cli.data.storage.cache import entry_key, get_or_build
 from automodel_cli.data.token_files.megatron import INDEX_SUFFIX
 from automodel_cli.data.token_files.token_file import SUFFIX
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:::|://)")
 
@@ -103,7 +106,7 @@ def unreadable(url: str, error: Exception) -> DataError:
     )
 
 
-def _listed(fs: Any, path: str) -> tuple[list[str], bool]:
+def _listed(fs: AbstractFileSystem, path: str) -> tuple[list[str], bool]:
     """Return the files of a path, each `.bin` with its index, and whether the path is a folder."""
     if any(letter in path for letter in "*?["):
         files, is_folder = [file for file in fs.glob(path) if fs.isfile(file)], False
@@ -119,7 +122,7 @@ def _listed(fs: Any, path: str) -> tuple[list[str], bool]:
     return sorted({*files, *(index for index in indices if fs.isfile(index))}), is_folder
 
 
-def _download(fs: Any, url: str, files: list[str], folder: Path) -> None:
+def _download(fs: AbstractFileSystem, url: str, files: list[str], folder: Path) -> None:
     names = [posixpath.basename(file) for file in files]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(

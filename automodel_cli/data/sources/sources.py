@@ -30,7 +30,7 @@ class Source(Protocol):
     note: str
     """Additional text for the report, or ""."""
 
-    def ingredients(self) -> dict[str, Any]:
+    def ingredients(self) -> dict[str, object]:
         """Return everything that identifies the content, for the cache key."""
 
     def rows(self) -> Iterator[SourceRow]:
@@ -87,7 +87,7 @@ class FileSource:
         others = left_out(config.path, paths)
         self.note = f"split {config.split}: {', '.join(self.files)}; left out: {', '.join(others)}" if others else ""
 
-    def ingredients(self) -> dict[str, Any]:
+    def ingredients(self) -> dict[str, object]:
         """Includes file names, because messages about rows contain them."""
         hashes = [[path.name, file_hash(path, self.root)] for path in self.paths]
         return {"files": hashes, "text_unit": self.text_unit}
@@ -135,7 +135,7 @@ class TokenSource:
         self.num_bytes = sum(path.stat().st_size for path in paths)
         self.note = ""
 
-    def ingredients(self) -> dict[str, Any]:
+    def ingredients(self) -> dict[str, object]:
         """Name and hash of every file, with its index."""
         parts = [[path, path.with_suffix(INDEX_SUFFIX)] if has_index(path) else [path] for path in self.paths]
         return {"tokens": [[[part.name, file_hash(part, self.root)] for part in of] for of in parts]}
@@ -161,7 +161,7 @@ class HubSource:
         self.num_bytes = int(self.dataset.data.nbytes)
         self.note = ""
 
-    def ingredients(self) -> dict[str, Any]:
+    def ingredients(self) -> dict[str, object]:
         """Use the cached files instead of a request to the hub, so that a node without network gets the same key.
 
         The last folders of their paths are the builder's configuration and the hash of its code and data files.
@@ -207,7 +207,7 @@ class TaskSource:
         self.num_bytes = 0
         self.note = ""
 
-    def ingredients(self) -> dict[str, Any]:
+    def ingredients(self) -> dict[str, object]:
         """The node's own key."""
         return {"task": self.task.cache_key(), "split": self.split}
 

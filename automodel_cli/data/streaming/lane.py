@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -17,6 +17,25 @@ from automodel_cli.data.streaming.blocks import Block, BlockBuilder, LeftOut
 from automodel_cli.data.streaming.lane_reader import START, LaneReader, Place
 
 Submit = Callable[[Callable[[], Block]], "Future[Block]"]
+
+
+class SourceState(TypedDict):
+    """Where a lane is in one dataset: its block, and the sequences taken from it. JSON values."""
+
+    begin: list[int]
+    block: int
+    rows: int | None
+    taken: int
+    left_out: dict[str, Any]
+
+
+class LaneState(TypedDict):
+    """Where a lane is in each dataset, and the tokens taken of each. JSON values."""
+
+    sources: list[SourceState]
+    tokens: list[int]
+    base: list[int]
+    phase: int
 
 
 class Taken(NamedTuple):
@@ -91,7 +110,7 @@ class SourceLane:
             out.add(part)
         return out
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> SourceState:
         """Return the place of the current block, its number, its rows, and the sequences taken from it."""
         return {
             "begin": list(self._begin),
@@ -103,7 +122,7 @@ class SourceLane:
             "left_out": asdict(self._before),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: SourceState) -> None:
         """Continue from a state."""
         nth, shard, row = state["begin"]
         self._begin, self._number, self._offset = (nth, shard, row), state["block"], state["taken"]
@@ -145,7 +164,7 @@ class Lane:
         self.tokens[taken.source] += taken.num_tokens
         return taken
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> LaneState:
         """Return the state of every dataset, and the tokens taken of each."""
         return {
             "sources": [source.state() for source in self.sources],
@@ -154,7 +173,7 @@ class Lane:
             "phase": self._phase,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: LaneState) -> None:
         """Continue from a state."""
         for source, of_source in zip(self.sources, state["sources"], strict=True):
             source.load(of_source)

@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.config.warn import warn
 from automodel_cli.data.json_reader import NumberedRow
 from automodel_cli.data.preparation.row_stream import shuffled
-from automodel_cli.data.row_errors import DAMAGED, RowError, SourceRow
+from automodel_cli.data.row_errors import DAMAGED, RowError, SourceRow, is_damaged
+from automodel_cli.data.source_config import TxtRows
 from automodel_cli.data.sources.remote_files import unreadable
 from automodel_cli.data.streaming.prepared_source import PreparedSource
 from automodel_cli.data.streaming.stream_source import KnownFile, Shard, StreamSource, place_of, plan_shards
@@ -40,7 +40,7 @@ class Chunk:
     files: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
 
-    def add(self, name: str, line: int, row: Any) -> None:
+    def add(self, name: str, line: int, row: object) -> None:
         """Append a row."""
         if name not in self.files:
             self.files.append(name)
@@ -56,7 +56,7 @@ class LaneOrder:
     """
 
     generations: Sequence[Sequence[KnownFile]]
-    text_unit: object
+    text_unit: TxtRows
     num_lanes: int
     seed: int
     shuffle: bool
@@ -121,7 +121,7 @@ class LaneReader:
             line, row = found
             number += 1
             self._moved((nth, index, number))
-            if isinstance(row, RowError) and row.code == DAMAGED:
+            if is_damaged(row):
                 chunk.damaged.append(f"{place_of(name, shard)}: {row.message}")
                 # The rest of a damaged shard is skipped, because rows after the damage have no known boundary.
                 index, number, self._open = index + 1, 0, None
@@ -154,8 +154,8 @@ class LaneReader:
                 found, failure = None, error
             else:
                 failure = None
-            is_damaged = found is not None and isinstance(found[1], RowError) and found[1].code == DAMAGED
-            if failure is None and not (is_damaged and self.source.is_remote and attempt < _ATTEMPTS):
+            ends_early = found is not None and is_damaged(found[1])
+            if failure is None and not (ends_early and self.source.is_remote and attempt < _ATTEMPTS):
                 return found
             self._open = None
             if failure is not None and not self.source.is_remote:
@@ -182,10 +182,13 @@ class LaneReader:
 
 def _size(value: object) -> int:
     """Return about the number of characters of a row."""
-    if isinstance(value, Encoded):
-        return 4 * len(value.ids)
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_size, value.values()))
-    return sum(map(_size, value)) if isinstance(value, list | tuple) else 8
+    match value:
+        case Encoded():
+            return 4 * len(value.ids)
+        case str():
+            return len(value)
+        case dict():
+            return sum(map(_size, value.values()))
+        case list() | tuple():
+            return sum(map(_size, value))
+    return 8

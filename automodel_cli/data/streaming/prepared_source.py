@@ -14,6 +14,7 @@ import numpy as np
 
 from automodel_cli.data.preparation.kept_shards import KeptShards
 from automodel_cli.data.row_errors import RowError, SourceRow
+from automodel_cli.data.source_config import TxtRows
 from automodel_cli.data.sources.spans import Span
 from automodel_cli.data.storage.memmap_store import TokenStore
 from automodel_cli.data.streaming.stream_source import KnownFile, Shard
@@ -42,7 +43,7 @@ class PreparedSource:
         start_after: shards of a group.
     """
 
-    text_unit = "file"
+    text_unit: TxtRows = "file"
     is_remote = False
     grows = False
 
@@ -58,7 +59,7 @@ class PreparedSource:
         self.files: list[str] = list(self.meta["files"])
         self.num_bytes = sum(of.size for of in listed)
 
-    def ingredients(self) -> dict[str, Any]:
+    def ingredients(self) -> dict[str, object]:
         """Empty: the state of the run contains the shards."""
         return {}
 

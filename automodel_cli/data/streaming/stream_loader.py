@@ -20,7 +20,7 @@ from automodel_cli.config.errors import DataError, RunError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.stream_config import StreamConfig
 from automodel_cli.data.streaming.blocks import LeftOut
-from automodel_cli.data.streaming.lane import Lane, SourceLane, Taken
+from automodel_cli.data.streaming.lane import Lane, LaneState, SourceLane, Taken
 from automodel_cli.data.streaming.lane_reader import LaneOrder, LaneReader
 from automodel_cli.data.streaming.stream_source import KnownFile
 from automodel_cli.data.streaming.streamed_data import StreamedDataset
@@ -37,7 +37,7 @@ _NEW_DATA = (
 class _Step:
     batches: list[Any]
     places: dict[int, str]
-    state: list[dict[str, Any]]
+    state: list[LaneState]
     """States of this rank's lanes after the step."""
     tokens: list[int]
     left_out: LeftOut
@@ -181,7 +181,7 @@ class StreamLoader:
         """Tokens of each dataset that this rank's lanes took."""
         return [sum(lane.tokens[i] for lane in self.lanes.values()) for i in range(len(self._orders))]
 
-    def _states(self) -> list[dict[str, Any]]:
+    def _states(self) -> list[LaneState]:
         return [lane.state() for lane in self.lanes.values()]
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,12 +8,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.json_reader import NumberedRow
-from automodel_cli.data.row_errors import DAMAGED, RowError, SourceRow
-from automodel_cli.data.source_config import SourceConfig
+from automodel_cli.data.row_errors import DAMAGED, SourceRow, is_damaged
+from automodel_cli.data.source_config import SourceConfig, TxtRows
 from automodel_cli.data.sources import spans
 from automodel_cli.data.sources.file_discovery import local_files, remote_files
 from automodel_cli.data.sources.file_readers import hub_files
@@ -46,7 +45,7 @@ class Shard:
     parts: int = 1
 
 
-def plan_shards(files: Sequence[KnownFile], text_unit: Any, num_lanes: int) -> list[Shard]:
+def plan_shards(files: Sequence[KnownFile], text_unit: TxtRows, num_lanes: int) -> list[Shard]:
     """Return the shards of files that became known together. With few shards, every lane has equally many.
 
     Files with one row per line are divided at line breaks. Of other files, lanes read different rows.
@@ -105,7 +104,7 @@ class StreamSource:
         for number, path in enumerate(self._paths.values()):
             try:
                 for line, row in read_span(path, self.text_unit, Span(number)):
-                    if not (isinstance(row, RowError) and row.code == DAMAGED):
+                    if not is_damaged(row):
                         yield SourceRow(number, line, row)
             except DataError as error:
                 if error.code != DAMAGED:
@@ -114,7 +113,7 @@ class StreamSource:
     def rows_of(self, name: str, shard: Shard) -> Iterator[NumberedRow]:
         """Yield the rows of a shard, each with its line. The last row of a damaged file is a RowError."""
         for number, (line, row) in enumerate(read_span(self.path(name), self.text_unit, shard.span)):
-            if number % shard.parts == shard.part or (isinstance(row, RowError) and row.code == DAMAGED):
+            if number % shard.parts == shard.part or is_damaged(row):
                 yield line, row
 
     def close(self) -> None:

@@ -12,11 +12,12 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.config.value_checks import check_minimums, check_range
 from automodel_cli.data.formats.messages import ROLES
+from automodel_cli.data.json_reader import Row
 
 Split = Literal["train", "validation"]
 Operands = tuple[int | str, ...]
@@ -87,7 +88,7 @@ class ChatTasks:
                 )
         check_minimums(self, num_train=1, num_validation=0, max_number=9, max_addend=1, max_length=2)
 
-    def rows(self, split: Split) -> Iterator[dict[str, Any]]:
+    def rows(self, split: Split) -> Iterator[Row]:
         """The rows of one split, the same for the same node: dicts with `messages` (the context, user, assistant),
         `answer`, `kind`.
 

@@ -13,9 +13,10 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.data.json_reader import Row
 
 if TYPE_CHECKING:
     from PIL import ImageDraw
@@ -52,7 +53,7 @@ class PictureTasks:
                     fix=f"{name}={least}",
                 )
 
-    def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, Any]]:
+    def rows(self, split: Literal["train", "validation"]) -> Iterator[Row]:
         """The rows of one split, the same for the same node."""
         if split == "validation":
             for size, cells, rng in self._validation():

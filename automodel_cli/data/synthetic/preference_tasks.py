@@ -9,8 +9,8 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
+from automodel_cli.data.json_reader import Row
 from automodel_cli.data.synthetic.chat_tasks import ChatTasks, Split
 
 _VERSION = 1
@@ -25,7 +25,7 @@ class PreferenceTasks:
     tasks: ChatTasks = field(default_factory=ChatTasks)
     """Questions that the pairs answer."""
 
-    def rows(self, split: Split) -> Iterator[dict[str, Any]]:
+    def rows(self, split: Split) -> Iterator[Row]:
         """Return dicts with `prompt` (one user message), `chosen` and `rejected`. Equal nodes return equal rows."""
         rng = random.Random(f"slips {self.tasks.seed} {split}")
         for row in self.tasks.rows(split):

@@ -6,9 +6,10 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from automodel_cli.config.value_checks import check_range
+from automodel_cli.data.json_reader import Row
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PythonManual:
     def __post_init__(self) -> None:
         check_range("held_out_every", self.held_out_every, at_least=2, fix="data.generator.held_out_every=8")
 
-    def rows(self, split: Literal["train", "validation"]) -> Iterator[dict[str, Any]]:
+    def rows(self, split: Literal["train", "validation"]) -> Iterator[Row]:
         """The documents of one split: dicts with `text`."""
         from pydoc_data.topics import topics
 

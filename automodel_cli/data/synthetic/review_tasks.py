@@ -7,9 +7,9 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from automodel_cli.config.value_checks import check_minimums
+from automodel_cli.data.json_reader import Row
 from automodel_cli.data.synthetic.chat_tasks import Split
 
 _VERSION = 1
@@ -39,7 +39,7 @@ class ReviewTasks:
     def __post_init__(self) -> None:
         check_minimums(self, num_train=1, num_validation=1)
 
-    def rows(self, split: Split) -> Iterator[dict[str, Any]]:
+    def rows(self, split: Split) -> Iterator[Row]:
         """Return dicts with `text` and `label`. Equal nodes return equal rows."""
         rng = random.Random(f"reviews {self.seed}")
         held_out = dict(_review(rng) for _ in range(self.num_validation))

@@ -8,10 +8,10 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_minimums
+from automodel_cli.data.json_reader import Row
 from automodel_cli.data.synthetic.chat_tasks import Split
 
 _VERSION = 1
@@ -79,7 +79,7 @@ class SearchTasks:
                 fix=f"num_validation={most}",
             )
 
-    def rows(self, split: Split) -> Iterator[dict[str, Any]]:
+    def rows(self, split: Split) -> Iterator[Row]:
         """Return dicts with `query`, `positive` and `negatives`. Equal nodes return equal rows."""
         rng = random.Random(f"search {self.seed}")
         facts = list(itertools.product(_JOBS, _TOWNS, _PLEASURES))
