@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.data.config import answer_checker
+from automodel_cli.data.data_sources import answer_checker
 from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.moe.router_hooks import selectors_of

@@ -25,8 +25,9 @@ import numpy as np
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.mixture import Mixture
-from automodel_cli.data.preparation.dataset import DUMMY_ROW, PackedDataset
+from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.data.preparation.dealing import dealt
+from automodel_cli.data.preparation.packed_rows import DUMMY_ROW
 from automodel_cli.data.preparation.row_stream import row_stream
 
 T_co = TypeVar("T_co", covariant=True)

@@ -32,10 +32,11 @@ from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.pictures.reader import PictureSupport
 from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
 from automodel_cli.data.pictures.storage import PictureTable, PictureWriter
-from automodel_cli.data.preparation.dataset import PackedDataset, Store
+from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.data.preparation.indexed import index_tokens
 from automodel_cli.data.preparation.kept_shards import KeptShards
 from automodel_cli.data.preparation.masked_by import masked_by
+from automodel_cli.data.preparation.packed_rows import Store
 from automodel_cli.data.preparation.parts import Part, check_names, check_rows, hold_out
 from automodel_cli.data.preparation.preparation_progress import PreparationProgress
 from automodel_cli.data.preparation.row_packer import RowPacker

@@ -13,7 +13,7 @@ from automodel_cli.data.formats.examples import Messages
 from automodel_cli.data.json_reader import Row
 from automodel_cli.data.mixture import Mixture
 from automodel_cli.data.picture import Picture
-from automodel_cli.data.preparation.dataset import length_histogram
+from automodel_cli.data.preparation.packed_rows import length_histogram
 from automodel_cli.data.storage.checksums import Checksum
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.config import DatasetGenerator
+from automodel_cli.data.data_sources import DatasetGenerator
 from automodel_cli.data.row_errors import RowError, SourceRow
 from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.data.sources.file_discovery import left_out, local_files, remote_files

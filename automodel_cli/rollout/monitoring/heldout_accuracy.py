@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from automodel_cli.data.config import answer_checker
+from automodel_cli.data.data_sources import answer_checker
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 
 if TYPE_CHECKING:

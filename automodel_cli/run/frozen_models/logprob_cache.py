@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.data.batch import Batch
-from automodel_cli.data.preparation.dataset import DUMMY_ROW, PackedDataset
+from automodel_cli.data.preparation.dataset import PackedDataset
+from automodel_cli.data.preparation.packed_rows import DUMMY_ROW
 from automodel_cli.data.storage.cache import cache_root, cache_unwritable, file_hash
 from automodel_cli.data.storage.checksums import content_hash
 from automodel_cli.training.metrics.peak_memory import max_over_ranks

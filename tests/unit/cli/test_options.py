@@ -19,7 +19,7 @@ from automodel_cli.cli import completion_values
 from automodel_cli.cli.main import run
 from automodel_cli.config import bundled_recipes, key_reference, schema
 from automodel_cli.config.key_reference_pages import COMMON, groups, pages
-from automodel_cli.data.config import DatasetGenerator
+from automodel_cli.data.data_sources import DatasetGenerator
 from automodel_cli.models.tokenizer import TokenizerNode
 from automodel_cli.rollout.engines.base import EngineConfig
 from automodel_cli.rollout.environments.base import EnvironmentNode

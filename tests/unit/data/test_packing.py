@@ -9,7 +9,7 @@ import pytest
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.packing import Packed, Pieces, best_fit_decreasing, cut_long, pack
-from automodel_cli.data.preparation.dataset import length_histogram
+from automodel_cli.data.preparation.packed_rows import length_histogram
 from tests.errors import raises
 
 

@@ -10,7 +10,7 @@ from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.formats.groups import Retrieval
 from automodel_cli.data.groups import GroupSpec
-from automodel_cli.data.preparation.dataset import DUMMY_ROW
+from automodel_cli.data.preparation.packed_rows import DUMMY_ROW
 from automodel_cli.data.preparation.pipeline import prepare_data
 from tests.errors import raises
 from tests.unit.data.helpers import tiny_tokenizer, write_jsonl

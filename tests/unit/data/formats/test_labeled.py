@@ -15,8 +15,8 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.data.encoding.labeled import padding_id
 from automodel_cli.data.formats.labeled import LabeledTexts
 from automodel_cli.data.labels import LabelSpec
-from automodel_cli.data.preparation.dataset import DUMMY_ROW
 from automodel_cli.data.preparation.inspect_rows import show_rows
+from automodel_cli.data.preparation.packed_rows import DUMMY_ROW
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.row_errors import RowError
 from tests.errors import raises

@@ -12,8 +12,8 @@ from rich.console import Console
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.batch import IGNORE_INDEX
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.preparation.dataset import DUMMY_ROW
 from automodel_cli.data.preparation.inspect_rows import show_rows
+from automodel_cli.data.preparation.packed_rows import DUMMY_ROW
 from automodel_cli.data.preparation.pipeline import prepare_data
 from tests.errors import raises
 from tests.unit.data.helpers import tiny_tokenizer, turn, write_jsonl
