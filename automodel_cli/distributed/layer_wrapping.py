@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -91,3 +92,19 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     tensors[name] = storage(tensor)
+
+
+def swap_parameters(module: nn.Module, swap: Callable[[Tensor], Tensor]) -> None:
+    """Run the forward of the module with `swap(parameter)` in place of each parameter that it owns."""
+    forward = module.forward
+
+    def swapped(*args: object, **kwargs: object) -> object:
+        own = {name: param for name, param in module._parameters.items() if param is not None}
+        try:
+            for name, param in own.items():
+                module._parameters[name] = swap(param)  # type: ignore[assignment]  # a tensor of this graph
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    module.forward = swapped

@@ -105,8 +105,11 @@ def to_cpu(value: object) -> object:
     A DTensor on CUDA or CPU is gathered to the full tensor on every rank (collective). Raises ValueError for a DTensor
     on another device.
     """
-    if isinstance(value, DTensor):
-        if value.device.type not in ("cuda", "cpu"):
+    match value:
+        case DTensor() if value.device.type not in ("cuda", "cpu"):
             raise ValueError(f"a DTensor on device {value.device} cannot be brought to the CPU: only cuda and cpu can")
-        return value.full_tensor().cpu()
-    return value.cpu() if isinstance(value, Tensor) else value
+        case DTensor():
+            return value.full_tensor().cpu()
+        case Tensor():
+            return value.cpu()
+    return value

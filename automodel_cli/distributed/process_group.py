@@ -90,8 +90,7 @@ def own_store() -> dist.Store | None:
     """Return a new connection to the rendezvous store, for another thread. None with one process."""
     if dist.get_world_size() == 1:
         return None
-    store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    assert isinstance(store, dist.Store)
+    store: dist.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(_STORE_TIMEOUT)
     return store
 

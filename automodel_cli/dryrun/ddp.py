@@ -26,7 +26,7 @@ class _Bucket:
     params: list[nn.Parameter]
     buffer: Tensor
     missing: int = 0
-    views: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    views: dict[Tensor, Tensor] = field(default_factory=dict)
 
 
 class FakeDDP(nn.Module):
@@ -49,7 +49,7 @@ class FakeDDP(nn.Module):
         self.static_graph, self._broadcasts, self._bucket_mib = static_graph, broadcast_buffers, bucket_cap_mb
         self._in_buckets = gradient_as_bucket_view
         self._buckets: list[_Bucket] = []
-        self._of: dict[nn.Parameter, _Bucket] = {}
+        self._of: dict[Tensor, _Bucket] = {}
         self._reduces = True
 
     def register_comm_hook(self, state: object, hook: object) -> None:
@@ -97,7 +97,7 @@ class FakeDDP(nn.Module):
             self._buckets.append(bucket)
 
     def _arrived(self, param: Tensor) -> None:
-        assert isinstance(param, nn.Parameter) and param.grad is not None
+        assert param.grad is not None
         bucket, in_buckets = self._of[param], self._in_buckets
         view = bucket.views[param]
         if param.grad is not view and (in_buckets or self._reduces):

@@ -13,6 +13,7 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.distributed.tensors import tensors_in
 from automodel_cli.dryrun import torch_compat
 
 _LOOK_AGAIN = 1.002
@@ -120,7 +121,7 @@ def owned_tensors(parts: list[nn.Module], optimizer: torch.optim.Optimizer | Non
     """(kind, local tensor) of what a training rank keeps or gathers; the first kind of a storage holds."""
     found: list[tuple[str, Tensor]] = []
     for state in optimizer.state.values() if optimizer is not None else ():
-        found += [("optimizer", value) for value in state.values() if isinstance(value, Tensor)]
+        found += [("optimizer", tensor) for tensor in tensors_in(state)]
     for part in parts:
         found += torch_compat.fsdp_tensors(part)
         for param in part.parameters():
@@ -128,8 +129,7 @@ def owned_tensors(parts: list[nn.Module], optimizer: torch.optim.Optimizer | Non
             if param.grad is not None:
                 found.append(("gradients", param.grad))
         found += [("buffers", buffer) for buffer in part.buffers()]
-    local = [(kind, torch_compat.local_part(tensor)) for kind, tensor in found]
-    return [(kind, tensor) for kind, tensor in local if not isinstance(tensor, str)]
+    return [(kind, torch_compat.local_part(tensor)) for kind, tensor in found]
 
 
 def code_line(depth: int) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 
 from automodel_cli.dryrun.synthetic_batches import Columns
 from automodel_cli.models.hub.source import composite_config
-from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.model_part import model_parts
 from automodel_cli.models.vision.work import load_of_shapes, meta_work
 from automodel_cli.run.model_builder import flops_per_token
 from automodel_cli.run.recipe import Recipe
@@ -22,7 +22,7 @@ def model_flops_per_token(
     counted."""
     lengths = torch.tensor([length for one in columns for length in one.lengths], dtype=torch.float64)
     context = float(lengths.square().sum() / lengths.sum())
-    part = next(part for part in parts if isinstance(part, ModelPart))
+    part, *_ = model_parts(parts)
     of_text, vision = flops_per_token(recipe, part, context, num_trained), recipe.model.vision
     if of_text is None or vision is None:
         return of_text

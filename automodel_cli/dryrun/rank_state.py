@@ -20,7 +20,7 @@ from automodel_cli.dryrun.strategies import Strategies
 from automodel_cli.dryrun.synthetic_batches import Columns, as_batches
 from automodel_cli.dryrun.torch_compat import FakeTensorMode
 from automodel_cli.dryrun.types import TraceRequest
-from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.model_part import model_parts
 from automodel_cli.pipelining.torch_runtime.runtime_compat import Runtime
 from automodel_cli.pipelining.torch_runtime.torch_compat import Stage
 from automodel_cli.planning.simulated_clock import Clock, Seconds, critical_path
@@ -78,8 +78,8 @@ class RankTrace:
 
     def watch_front(self) -> None:
         """Count the kernels of tower and projector by themselves."""
-        for part in self.parts:
-            if isinstance(part, ModelPart) and part.front is not None:
+        for part in model_parts(self.parts):
+            if part.front is not None:
                 self.mode.in_front = torch_compat.BackwardOf(part.front)
 
     def step(self, stages: Stages, mesh: Mesh, columns: list[Columns], hooks: Sequence[StepHook]) -> Seconds:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from automodel_cli.distributed.strategies.fsdp2.gradient_reduction import fsdp_modules
 from automodel_cli.distributed.strategies.fsdp2.torch_compat import fsdp_state, param_groups
 from automodel_cli.distributed.typed_torch import set_attributes
 
@@ -176,9 +176,7 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def fsdp_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(kind, tensor) of what FSDP2 holds for the parameters of `part`."""
-    for module in part.modules():
-        if not isinstance(module, FSDPModule):
-            continue
+    for module in fsdp_modules(part):
         for param in (param for group in param_groups(fsdp_state(module)) for param in group.fsdp_params):
             yield "parameters", param._sharded_param_data
             if param.sharded_param.grad is not None:

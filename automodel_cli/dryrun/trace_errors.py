@@ -38,10 +38,11 @@ def is_ours(error: BaseException) -> bool:
     through to a device that is not there."""
     if isinstance(error, LIMITS_OF_FAKES):
         return True
-    if isinstance(error, AttributeError) and (_is_stand_in(error.obj) or is_of_cuda_build(str(error.name))):
-        return True
-    if isinstance(error, (RuntimeError, AssertionError)) and any(word in str(error) for word in _NEEDS_A_DEVICE):
-        return True
+    match error:
+        case AttributeError() if _is_stand_in(error.obj) or is_of_cuda_build(str(error.name)):
+            return True
+        case RuntimeError() | AssertionError() if any(word in str(error) for word in _NEEDS_A_DEVICE):
+            return True
     code = _innermost(error.__traceback__)
     return code is not None and code.co_filename.startswith(_HERE) and code.co_name != _PASSES_ON
 

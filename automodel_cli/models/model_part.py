@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -297,3 +297,8 @@ class ModelPart(nn.Module):
         """Convert a parameter name of the part to the in-memory name of the transformers model."""
         prefix = _FRONT_PREFIX if name.startswith(_FRONT_PREFIX) else _PREFIX
         return name.removeprefix(prefix).replace(".base_layer.", ".")
+
+
+def model_parts(parts: Iterable[nn.Module]) -> list[ModelPart]:
+    """Return the parts of a model among modules that may have a wrapper."""
+    return [part for part in parts if isinstance(part, ModelPart)]

@@ -20,7 +20,7 @@ from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.freezing import freeze
-from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.model_part import model_parts
 from automodel_cli.objectives.base import request_of
 from automodel_cli.parity import lora_reference, value_head
 from automodel_cli.parity.batches import step_batches
@@ -110,7 +110,7 @@ def run_row(original: Original, row: Case, sabotage: Fault | None = None) -> Err
         return Refused(str(error))
     expected = original.reference(packed=row.packed, count=row.num_microbatches)
     if row.lora is not None:
-        parts = [part for part in stages.parts if isinstance(part, ModelPart)]
+        parts = model_parts(stages.parts)
         adapters = lora_reference.put_in(parts)
         expected = lora_reference.reference_of(expected, adapters, _trained(original, row))
     elif row.selection != EVERYTHING:
@@ -141,8 +141,7 @@ def build_parity_stages(original: Original, row: Case, mesh: Mesh) -> Stages:
         row.parallelizer,
         num_microbatches=count,
     )
-    for local in stages.parts:
-        assert isinstance(local, ModelPart)
+    for local in model_parts(stages.parts):
         device = row.parallelizer.parameter_device(mesh.device)
         load_weights(local, config, device=device, buffer_device=mesh.device, seed=0)
         value_head.fill_value_head(local)

@@ -21,7 +21,7 @@ from automodel_cli.models.attention.packed import register_packed_attention
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.freezing import freeze, freeze_by_vision
 from automodel_cli.models.hub import source
-from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.model_part import ModelPart, model_parts
 from automodel_cli.models.vision.probe import documents_with_pictures, inputs_of_document, packed_rows, small_part
 from automodel_cli.models.vision.processor import FamilyProcessor, shared_processor
 from automodel_cli.models.vision.small import build_composite, small_composite
@@ -165,7 +165,7 @@ def _run_row(original: PictureOriginal, row: Case) -> Errors | Refused:
         return Refused(str(error))
     expected = original.reference(packed=row.packed)
     if row.lora is not None:
-        adapters = lora_reference.put_in([part for part in stages.parts if isinstance(part, ModelPart)])
+        adapters = lora_reference.put_in(model_parts(stages.parts))
         expected = lora_reference.reference_of(expected, adapters, trained)
     else:
         expected = expected.of_names(trained)

@@ -97,7 +97,8 @@ class StageBuilder:
             )
         assert result is None or result is part, "parallelize_fn must work in place"
         resharding = any(map(fsdp_compat.reshards_after_forward, fsdp_modules(part)))
-        nested_sync = not isinstance(part, FSDPModule) and bool(fsdp_compat.fsdp_roots(part)) and not self.defer_nested
+        is_nested = not isinstance(part, FSDPModule) and bool(fsdp_compat.fsdp_roots(part))
+        nested_sync = is_nested and not self.defer_nested
         if plan.splits_backward and (not self.defer_sync or nested_sync):
             switch = "patch_stage_backward_maybe_with_nosync" if nested_sync else "defer_fsdp_grad_sync"
             raise ConfigError(

@@ -40,7 +40,7 @@ class CheckpointingChoice:
 
 
 def _named(mode: bool | str) -> str:
-    return mode if isinstance(mode, str) else "none"
+    return str(mode or "none")
 
 
 def choose_activation_checkpointing(request: PlanRequest, memory: float) -> CheckpointingChoice:
@@ -48,12 +48,10 @@ def choose_activation_checkpointing(request: PlanRequest, memory: float) -> Chec
     where experts are on other ranks, minimal whose heaviest GPU has room beside what is set aside. The last one where
     none has. Instead of full, and of selective where that is cheaper, as many layers as fill the room. Then, without a
     pipeline, experts stay gathered if there is room for that too."""
-    assert isinstance(request.parallelizer, ParallelizerConfig)
     # 80 GB card: 79.1 GiB less 5 GiB, divided by 1.08 for the error of the estimate, are 68.6 GiB.
     room = usable_bytes(memory / GIB) / (1 + MARGIN)
     tried: list[tuple[bool | str, float]] = []
     for mode in _QUICKEST_FIRST if request.layout.ep > 1 else _QUICKEST_FIRST[:-1]:
-        parallelizer = replace(request.parallelizer, activation_checkpointing=mode)
         try:
             tried.append((mode, _plan(request, mode).heaviest))
         except ConfigError as error:
@@ -63,7 +61,7 @@ def choose_activation_checkpointing(request: PlanRequest, memory: float) -> Chec
     some = _some_layers(request, dict(tried), room)
     if some is not None:
         tried.append(some)
-        parallelizer = replace(request.parallelizer, activation_checkpointing=some[0])
+    parallelizer = _parallelizer(request, tried[-1][0])
     keeping = parallelizer.keeping_experts() if request.layout.ep > 1 and request.layout.pp == 1 else None
     if keeping is not None:
         peak = make_plan(replace(request, parallelizer=keeping)).heaviest
@@ -92,6 +90,9 @@ def _some_layers(request: PlanRequest, peaks: dict[bool | str, float], room: flo
 
 
 def _plan(request: PlanRequest, mode: bool | str) -> Plan:
+    return make_plan(replace(request, parallelizer=_parallelizer(request, mode)))
+
+
+def _parallelizer(request: PlanRequest, mode: bool | str) -> ParallelizerConfig:
     assert isinstance(request.parallelizer, ParallelizerConfig)
-    parallelizer = replace(request.parallelizer, activation_checkpointing=mode)
-    return make_plan(replace(request, parallelizer=parallelizer))
+    return replace(request.parallelizer, activation_checkpointing=mode)

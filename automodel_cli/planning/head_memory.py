@@ -15,6 +15,8 @@ what the head computes in if those are fewer than 4, else 0:
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -60,10 +62,13 @@ def _has_head_kernels(request: PlanRequest, part: ModelPart) -> bool:
     return part.head.kind.name != "generic" and asked.token_ids is None and kernels_allow(asked, 1, filters=False)
 
 
+def _head_weight(part: ModelPart) -> nn.Parameter:
+    return cast(nn.Parameter, part.model.get_output_embeddings().weight)
+
+
 def head_shape(request: PlanRequest, part: ModelPart, over_tp: frozenset[nn.Parameter]) -> tuple[int, int, int]:
     """Vocabulary on a rank, width, and tokens of a chunk."""
-    weight = part.model.get_output_embeddings().weight
-    assert isinstance(weight, nn.Parameter)
+    weight = _head_weight(part)
     vocabulary, width = weight.shape
     if weight in over_tp:
         vocabulary //= request.layout.tp
@@ -79,8 +84,7 @@ def planned_head_bytes(
 ) -> float:
     """What the head computes with on a GPU. A generic head holds as much of a chunk as one without kernels. With `adds`
     the gradient of its weight is in the sum over microbatches, where the strategy lets it be."""
-    weight, kernels = part.model.get_output_embeddings().weight, _has_head_kernels(request, part)
-    assert isinstance(weight, nn.Parameter)
+    weight, kernels = _head_weight(part), _has_head_kernels(request, part)
     vocabulary, width, chunk = head_shape(request, part, over_tp)
     is_added = adds and part.head.kind.name != "generic" and _adds(request, weight, over_tp)
     return head_bytes(

@@ -16,6 +16,7 @@ from torch import nn
 from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.distributed.strategies.base import MemoryTraits
+from automodel_cli.distributed.tensors import tensors_in
 from automodel_cli.models.nf4 import BYTES_PER_WEIGHT
 from automodel_cli.planning.layer_costs import Unit
 from automodel_cli.planning.reserve import MemoryBreakdown
@@ -204,5 +205,4 @@ def _measured_state(node: OptimizerNode) -> float:
     layer.weight.grad = torch.zeros_like(layer.weight)
     optimizer = node.build([layer])
     optimizer.step()
-    states = optimizer.state[layer.weight].values()
-    return sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.ndim) / 64**2
+    return sum(state.numel() for state in tensors_in(optimizer.state[layer.weight]) if state.ndim) / 64**2

@@ -28,7 +28,7 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.expert_lora import num_used_by_a_token
 from automodel_cli.models.freezing import freeze, trained_work
 from automodel_cli.models.hub.source import composite_config, hf_config
-from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.model_part import ModelPart, model_parts
 from automodel_cli.models.moe.load_balancing import LoadBalancer
 from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.packing_support import Rows, probe_context, probe_packing
@@ -64,7 +64,7 @@ class Model:
         Collective. See `empty_stages`."""
         stages = empty_stages(recipe, mesh, frozen=frozen)
         device = recipe.parallelizer.parameter_device(mesh.device)
-        for part in _parts(stages):
+        for part in model_parts(stages.parts):
             load_weights(
                 part,
                 recipe.model,
@@ -79,7 +79,7 @@ class Model:
     @classmethod
     def filled(cls, stages: Stages, recipe: Recipe, mesh: Mesh) -> Model:
         """Wrap `empty_stages` whose weights were loaded since. Collective."""
-        parts = _parts(stages)
+        parts = model_parts(stages.parts)
         weights_changed(parts)
         hooks = [
             *_watch_routers(parts, recipe, mesh),
@@ -190,11 +190,6 @@ def _layers_with_pictures(config: ModelConfig) -> int:
     from automodel_cli.pipelining.cut.picture_split import layers_of_first_stage
 
     return layers_of_first_stage(composite_config(config), shared_processor(config))
-
-
-def _parts(stages: Stages) -> list[ModelPart]:
-    """Return this rank's parts with their own type."""
-    return [part for part in stages.parts if isinstance(part, ModelPart)]
 
 
 def row_layout(recipe: Recipe) -> Rows:

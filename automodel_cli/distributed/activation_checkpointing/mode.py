@@ -23,5 +23,5 @@ def is_recomputed(layer: int, mode: bool | int | str) -> bool:
 
 def is_some(mode: object) -> bool:
     """Return whether `mode` is `full:k/n` with 0 < k <= n."""
-    some = _SOME.fullmatch(mode) if isinstance(mode, str) else None
+    some = _SOME.fullmatch(str(mode))
     return some is not None and 0 < int(some[1]) <= int(some[2])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from automodel_cli.distributed.expert_parallel.token_dispatcher import AllToAll,
 from automodel_cli.distributed.float8.grouped_gemm import arithmetic_of
 from automodel_cli.distributed.float8.quantization import autocast_dtype
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
+from automodel_cli.distributed.layer_wrapping import swap_parameters
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.scatter_gather import gather_from_group, scatter_to_group
 from automodel_cli.distributed.tensors import to_local
@@ -54,7 +55,7 @@ def is_experts(module: nn.Module) -> bool:
 
 def num_experts_of(experts: nn.Module) -> int:
     """Return the number of experts that the forward of this module counts with."""
-    return int(experts.num_experts)  # type: ignore[arg-type]
+    return cast(int, experts.num_experts)
 
 
 def experts_modules(module: nn.Module) -> list[nn.Module]:
@@ -197,22 +198,15 @@ def sorted_forward(
 
 def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:
     """Return the fallback: dispatch tokens and call the experts module of the family with one expert per row."""
+    swap_parameters(experts, to_local)  # The family's code indexes its parameters by expert. It needs the local shard.
     own_forward = experts.forward
 
     def local_experts(hidden_ND: Tensor, expert_N: Tensor) -> Tensor:
         """Compute row n with local expert `expert_N[n]`. `[N, D]` -> `[N, D]`."""
-        # The family's code indexes its parameters by expert. It needs the local shard, not a DTensor.
-        with_dtensors = dict(experts._parameters)
-        try:
-            for name, param in with_dtensors.items():
-                if param is not None:
-                    experts._parameters[name] = to_local(param)  # type: ignore[assignment]
-            # One expert per row with weight 1: the family's code becomes a plain per-row function, and weights are
-            # applied later.
-            result_ND: Tensor = own_forward(hidden_ND, expert_N[:, None], hidden_ND.new_ones(len(expert_N), 1))
-            return result_ND
-        finally:
-            experts._parameters.update(with_dtensors)
+        # One expert per row with weight 1: the family's code becomes a plain per-row function, and weights are applied
+        # later.
+        result_ND: Tensor = own_forward(hidden_ND, expert_N[:, None], hidden_ND.new_ones(len(expert_N), 1))
+        return result_ND
 
     return lambda hidden_TD, index_TK, weight_TK: dispatch(hidden_TD, index_TK, weight_TK, local_experts)
 

@@ -107,4 +107,4 @@ class ExpertGemms:
 def parameters_of(experts: nn.Module) -> list[Tensor]:
     """Return the parameters in the order that `ExpertGemms` expects."""
     names = (*low_rank.WEIGHTS, *BIASES, *low_rank.ADAPTERS)
-    return [experts._parameters[name] for name in names if name in experts._parameters]  # type: ignore
+    return [param for name in names if (param := experts._parameters.get(name)) is not None]

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,10 +23,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.warn import warn
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.expert_parallel.apply import is_experts, num_experts_of
 from automodel_cli.distributed.layer_wrapping import transformer_layers
+from automodel_cli.distributed.tensor_parallel.checks import (
+    KEY,
+    QUERY,
+    check_features,
+    check_heads,
+    is_local_colwise,
+    use_async_collectives,
+)
 from automodel_cli.distributed.tensor_parallel.plan import Plan, custom_plan, get_hf_tp_shard_plan, name_of, wildcard
 from automodel_cli.distributed.tensor_parallel.sequence_parallel import (
     TokenShards,
@@ -43,15 +50,13 @@ from automodel_cli.distributed.tensor_parallel.styles import (
     SumParameterGradients,
     shard_parameter,
 )
-from automodel_cli.distributed.torch_compat import overlap_tensor_parallelism
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from peft.tuners.lora import Linear as LoraLinear
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
-_QUERY = ("q_proj", "q_b_proj", "query_key_value", "qkv_proj")
-_KEY = ("k_proj", "kv_b_proj", "query_key_value", "qkv_proj")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 
 
@@ -117,7 +122,7 @@ def _apply_plan(
         _apply_style(model, name, module, style, mesh)
         if isinstance(style, LocalParameters):
             _shard_own_parameters(name, module, plan, mesh)
-        if _is_local_colwise(style) and name.rpartition(".")[2] in (*_QUERY, *_KEY):
+        if is_local_colwise(style) and name.rpartition(".")[2] in (*QUERY, *KEY):
             attentions.add(parent)
     # `parallelize_module` creates a new parameter for each module. The tie is restored, so that the table has one
     # gradient.
@@ -139,10 +144,11 @@ def cut_parameters(
             yield from module.parameters() if style is not None and shard_experts and divides else ()
             continue
         for leaf, param in module.named_parameters(recurse=False):
-            in_style = style if not isinstance(style, LocalParameters) else _style_of(plan, f"{name}.{leaf}")
-            replicated_bias = isinstance(in_style, RowwiseParallel) and leaf == "bias"
-            if isinstance(in_style, (ColwiseParallel, RowwiseParallel, PackedColwise)) and not replicated_bias:
-                yield param
+            match style if not isinstance(style, LocalParameters) else _style_of(plan, f"{name}.{leaf}"):
+                case RowwiseParallel() if leaf == "bias":  # Replicated.
+                    continue
+                case ColwiseParallel() | RowwiseParallel() | PackedColwise():
+                    yield param
 
 
 def _checked_plan(model: PreTrainedModel, options: AxisOptions, tp_size: int) -> Plan:
@@ -152,47 +158,6 @@ def _checked_plan(model: PreTrainedModel, options: AxisOptions, tp_size: int) ->
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         _replicate_indivisible_vocabulary(model, module, plan, tp_size)
     return plan
-
-
-def use_async_collectives(mesh: DeviceMesh) -> None:
-    """Overlap all-gathers and reduce-scatters of sequence parallelism with adjacent GEMMs, through symmetric memory.
-
-    The compiler does the overlap. Enables sequence parallelism with a warning. Raises ConfigError without CUDA.
-    """
-    if mesh.device_type != "cuda":
-        raise ConfigError(
-            "enable_async_tensor_parallel=true needs CUDA devices for symmetric memory, but this run uses "
-            f"{mesh.device_type}",
-            code="hardware_required",
-            keys=("parallelizer.enable_async_tensor_parallel",),
-            fix="parallelizer.enable_async_tensor_parallel=false",
-        )
-    warn("implied_setting", "enable_async_tensor_parallel enables sequence_parallel, whose communication it overlaps")
-    overlap_tensor_parallelism(mesh.get_group())
-
-
-def check_heads(config: PretrainedConfig, plan: Plan, tp_size: int) -> None:
-    """Raise ConfigError if `tp_size` does not divide the heads that the plan shards."""
-    text = config.get_text_config()
-    counts = {}
-    for field, projections in (("num_key_value_heads", _KEY), ("num_attention_heads", _QUERY)):
-        count = getattr(text, field, None)  # Some families have no separate number of key-value heads.
-        if isinstance(count, int) and any(
-            name.rpartition(".")[2] in projections and _is_local_colwise(style) for name, style in plan.items()
-        ):
-            counts[field] = count
-    for field, count in counts.items():
-        if count % tp_size:
-            # Sizes that divide both numbers of heads: 32 query and 8 KV heads allow 1, 2, 4 and 8.
-            sizes = [size for size in range(1, count + 1) if math.gcd(*counts.values()) % size == 0]
-            nearest = max((size for size in sizes if size < tp_size), default=1)
-            raise ConfigError(
-                f"mesh.tp_size={tp_size} must divide {field}={count}. Valid sizes for this model: "
-                f"{', '.join(map(str, sizes))}",
-                code="not_divisible",
-                keys=("mesh.tp_size",),
-                fix=f"mesh.tp_size={nearest}",
-            )
 
 
 def _is_uniform(model: nn.Module, block: nn.Module, plan: Plan) -> bool:
@@ -207,14 +172,10 @@ def _is_uniform(model: nn.Module, block: nn.Module, plan: Plan) -> bool:
         style = _style_of(plan, name)
         is_output = isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),)
         num_outputs += is_output and module in block.children()
-        follows = is_output or _is_local_colwise(style) or isinstance(style, SumParameterGradients | LocalParameters)
+        follows = is_output or is_local_colwise(style) or isinstance(style, SumParameterGradients | LocalParameters)
         if any(True for _ in module.parameters(recurse=False)) and not follows:
             return False
     return num_outputs == 1
-
-
-def _is_local_colwise(style: ParallelStyle | None) -> bool:
-    return isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),)
 
 
 def _style_of(plan: Plan, name: str) -> ParallelStyle | None:
@@ -234,14 +195,14 @@ def _apply_style(model: PreTrainedModel, name: str, module: nn.Module, style: Pa
     if isinstance(style, MLAKeyProjection):
         style = MLAKeyProjection(model.config.get_text_config().qk_rope_head_dim)
     if hasattr(module, "lora_A"):  # The wrapper of peft around the layer in the plan.
-        _apply_to_adapter(name, module, style, mesh)
+        _apply_to_adapter(name, cast("LoraLinear", module), style, mesh)
         return
     if isinstance(style, ExpertsOverTP):
         returns_input = any(isinstance(child, nn.Identity) for child in module.children())
         if not is_experts(module) or returns_input or num_experts_of(module) % mesh.size():
             return  # Replicated, like modules without a style.
     else:
-        _check_features(name, module, style, mesh.size())
+        check_features(name, module, style, mesh.size())
     parallelize_module(module, mesh, style, src_data_rank=None)
     # torch converts buffers to DTensors too. Scales must stay plain tensors.
     for leaf, buffer in module._buffers.items():
@@ -249,7 +210,7 @@ def _apply_style(model: PreTrainedModel, name: str, module: nn.Module, style: Pa
             module._buffers[leaf] = buffer.to_local()
 
 
-def _apply_to_adapter(name: str, wrapper: Any, style: ParallelStyle, mesh: DeviceMesh) -> None:
+def _apply_to_adapter(name: str, wrapper: LoraLinear, style: ParallelStyle, mesh: DeviceMesh) -> None:
     """Shard the wrapped layer as planned, and one matrix of its adapter `B @ A`.
 
     A column-parallel layer shards B over outputs, a row-parallel layer shards A over inputs. The other matrix and the
@@ -263,40 +224,29 @@ def _apply_to_adapter(name: str, wrapper: Any, style: ParallelStyle, mesh: Devic
             keys=("model.lora.dropout", "mesh.tp_size"),
             fix="model.lora.dropout=0",
         )
-    if isinstance(style, MLAKeyProjection):  # This style acts on the replicated output.
-        parallelize_module(wrapper, mesh, style)
-        return
-    if not isinstance(style, ColwiseParallel | RowwiseParallel):
-        raise ConfigError(
-            f"an adapter on {name} cannot be sharded as {type(style).__name__}",
-            code="unsupported_combination",
-            keys=("model.lora.target_modules", "mesh.tp_size"),
-            fix="model.lora.target_modules without this module",
-        )
-    _check_features(name, base, style, mesh.size())
+    matrices: Iterable[nn.Module] = ()
+    match style:
+        case MLAKeyProjection():  # This style acts on the replicated output.
+            parallelize_module(wrapper, mesh, style)
+            return
+        case ColwiseParallel():
+            matrices = wrapper.lora_B.values()
+        case RowwiseParallel():
+            matrices = wrapper.lora_A.values() if style.input_layouts == (Shard(-1),) else ()
+        case _:
+            raise ConfigError(
+                f"an adapter on {name} cannot be sharded as {type(style).__name__}",
+                code="unsupported_combination",
+                keys=("model.lora.target_modules", "mesh.tp_size"),
+                fix="model.lora.target_modules without this module",
+            )
+    check_features(name, base, style, mesh.size())
     parallelize_module(base, mesh, style, src_data_rank=None)
-    if isinstance(style, ColwiseParallel):
-        matrices = wrapper.lora_B.values()
-    else:
-        matrices = wrapper.lora_A.values() if style.input_layouts == (Shard(-1),) else ()
     for matrix in matrices:
         parallelize_module(matrix, mesh, style, src_data_rank=None)
     for vector in getattr(wrapper, "lora_magnitude_vector", {}).values():  # DoRA: one norm for each local output
-        if _is_local_colwise(style):
+        if is_local_colwise(style):
             shard_parameter(vector, "weight", mesh, Shard(0))
-
-
-def _check_features(name: str, module: nn.Module, style: ParallelStyle, tp_size: int) -> None:
-    if not isinstance(module, nn.Linear):
-        return
-    for kind, field in ((ColwiseParallel | PackedColwise, "out_features"), (RowwiseParallel, "in_features")):
-        if isinstance(style, kind) and getattr(module, field) % tp_size:
-            raise ConfigError(
-                f"mesh.tp_size={tp_size} must divide {field}={getattr(module, field)} of {name}",
-                code="not_divisible",
-                keys=("mesh.tp_size",),
-                fix=f"mesh.tp_size={math.gcd(getattr(module, field), tp_size)}",
-            )
 
 
 def _shard_own_parameters(name: str, module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:

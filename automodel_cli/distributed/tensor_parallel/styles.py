@@ -7,8 +7,6 @@ transformers all-reduces the accumulated `.grad` after each backward, which is w
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.apply import num_experts_of
+from automodel_cli.distributed.layer_wrapping import swap_parameters
 from automodel_cli.distributed.tensors import to_local
 from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 
@@ -67,22 +66,6 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: P
     assert param is not None
     sharded = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None)
     module._parameters[name] = nn.Parameter(sharded, requires_grad=param.requires_grad)
-
-
-def swap_parameters(module: nn.Module, swap: Callable[[Tensor], Tensor]) -> None:
-    """Run the forward of the module with `swap(parameter)` in place of each parameter that it owns."""
-    forward = module.forward
-
-    def swapped(*args: object, **kwargs: object) -> object:
-        own = {name: param for name, param in module._parameters.items() if param is not None}
-        try:
-            for name, param in own.items():
-                module._parameters[name] = swap(param)  # type: ignore[assignment]  # a tensor of this graph
-            return forward(*args, **kwargs)
-        finally:
-            module._parameters.update(own)
-
-    module.forward = swapped
 
 
 class SumParameterGradients(ParallelStyle):

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.pipelining.cut.model_structure import ModelStructure, SplitError, tied_embedding
+from automodel_cli.pipelining.cut.model_structure import (
+    LayerOutput,
+    ModelStructure,
+    SplitError,
+    hidden_of,
+    tied_embedding,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -189,10 +195,10 @@ def _attach(layer: nn.Module, boundary: Boundary, enters: bool, leaves: bool) ->
     """
     original = type(layer)
 
-    def call(self: nn.Module, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
-        output = original.__call__(self, boundary.hidden_BTD if enters else hidden_states, *args, **kwargs)
+    def call(self: nn.Module, hidden_states: Tensor, *args: object, **kwargs: object) -> LayerOutput:
+        output: LayerOutput = original.__call__(self, boundary.hidden_BTD if enters else hidden_states, *args, **kwargs)
         if leaves:
-            boundary.hidden_BTD = output[0] if isinstance(output, tuple) else output
+            boundary.hidden_BTD = hidden_of(output)
         return output
 
     layer.__class__ = type(original.__name__, (original,), {"__call__": call, "__module__": original.__module__})

@@ -45,9 +45,9 @@ class LayoutError(ConfigError):
 
 def _pointer(source: object, position: Position) -> str:
     """Return the source with a caret below the wrong character, or the position in the list form."""
-    if isinstance(position, tuple):
-        stage, item = position
-        return f"\n  at stage {stage}" + ("" if item is None else f", item {item}")
+    match position:
+        case (stage, item):
+            return f"\n  at stage {stage}" + ("" if item is None else f", item {item}")
     if not isinstance(source, str):
         return ""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in source)

@@ -6,11 +6,12 @@ parameters run before the first or after the last layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.probes.tiny_model import LAYER_COUNTS
@@ -106,6 +107,14 @@ def observe(small: PreTrainedModel) -> ModelStructure:
     return _conclude(small, path, outside, watch)
 
 
+LayerOutput = Tensor | tuple[Tensor, ...] | list[Tensor]
+
+
+def hidden_of(output: LayerOutput) -> Tensor:
+    """Return the hidden states in the output of a layer, which are its first entry in some families."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
 class _Watch:
     """Records after how many layers each module runs."""
 
@@ -114,16 +123,16 @@ class _Watch:
         self.shapes = set[tuple[int, ...]]()
         self.started_at: dict[str, set[int]] = {}
 
-    def layer_hook(self, index: int) -> Any:
+    def layer_hook(self, index: int) -> Callable[[nn.Module, object], None]:
         return lambda module, args: self.order.append(index)
 
     def module_hook(self, name: str) -> object:
         return lambda module, args: self.started_at.setdefault(name, set()).add(len(self.order))
 
-    def output(self, module: nn.Module, args: object, output: Any) -> None:
-        several = isinstance(output, (tuple, list))
-        self.arities.add(len(output) if several else None)
-        self.shapes.add(tuple((output[0] if several else output).shape))
+    def output(self, module: nn.Module, args: object, output: LayerOutput) -> None:
+        hidden_BTD = hidden_of(output)
+        self.arities.add(None if hidden_BTD is output else len(output))
+        self.shapes.add(tuple(hidden_BTD.shape))
 
 
 def _conclude(model: PreTrainedModel, path: str, outside: dict[str, nn.Module], watch: _Watch) -> ModelStructure:

@@ -20,7 +20,14 @@ from automodel_cli.models.lm_head.head import HeadKind
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import build_small, shrink
 from automodel_cli.pipelining.cut.cut_stage import cut_stage
-from automodel_cli.pipelining.cut.model_structure import ModelStructure, NotMeasuredError, SplitError, observe
+from automodel_cli.pipelining.cut.model_structure import (
+    LayerOutput,
+    ModelStructure,
+    NotMeasuredError,
+    SplitError,
+    hidden_of,
+    observe,
+)
 from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StandIn
 
 if TYPE_CHECKING:
@@ -140,8 +147,8 @@ def _run(parts: Sequence[ModelPart], anatomy: ModelStructure) -> dict[str, Tenso
 
 
 def _keeper(results: dict[str, Tensor], name: str) -> Callable[..., None]:
-    def keep(module: nn.Module, args: object, output: Tensor) -> None:
-        results[name] = (output[0] if isinstance(output, (tuple, list)) else output).detach()
+    def keep(module: nn.Module, args: object, output: LayerOutput) -> None:
+        results[name] = hidden_of(output).detach()
 
     return keep
 

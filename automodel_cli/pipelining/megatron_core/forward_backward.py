@@ -13,9 +13,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from automodel_cli.pipelining.megatron_core.arithmetic import forward_backward_func_name, get_tensor_shapes
+from automodel_cli.pipelining.megatron_core.arithmetic import forward_backward_func_name
 from automodel_cli.pipelining.megatron_core.config import (
-    ModelParallelConfig,
     PipelineModel,
     ProcessGroupCollection,
     Tensors,
@@ -23,7 +22,14 @@ from automodel_cli.pipelining.megatron_core.config import (
 )
 from automodel_cli.pipelining.megatron_core.interleaved import forward_backward_pipelining_with_interleaving
 from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator, Shapes
-from automodel_cli.pipelining.megatron_core.step import DataIterator, ForwardStepFunc, StepRunner, alone
+from automodel_cli.pipelining.megatron_core.step import (
+    DataIterator,
+    ForwardStepFunc,
+    StepRunner,
+    alone,
+    make_communicator,
+    shapes_between_stages,
+)
 from automodel_cli.pipelining.megatron_core.tensors import deallocate_output_tensor
 from automodel_cli.pipelining.schedule.one_f_one_b import get_pp_rank_microbatches
 
@@ -126,16 +132,7 @@ def forward_backward_pipelining_without_interleaving(
         first_val_step=first_val_step,
         pg_collection=pg_collection,
     )
-    shapes = get_tensor_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        hidden_size=config.hidden_size,
-        decoder_seq_length=decoder_seq_length,
-        sequence_parallel=config.sequence_parallel,
-        tensor_parallel_size=config.tensor_model_parallel_size,
-        context_parallel_size=config.context_parallel_size,
-        variable_seq_lengths=config.variable_seq_lengths,
-    )
+    shapes = shapes_between_stages(config, seq_length, micro_batch_size, decoder_seq_length)
     receive_shapes, send_shapes = (
         adjust_tensor_shapes_fn(shapes, shapes) if adjust_tensor_shapes_fn else (shapes, shapes)
     )
@@ -144,13 +141,6 @@ def forward_backward_pipelining_without_interleaving(
     step = _OneForwardOneBackward(runner, communicator, receive_shapes, send_shapes)
     step.run()
     return runner.finish()
-
-
-def make_communicator(groups: ProcessGroupCollection | None, config: ModelParallelConfig) -> P2PCommunicator:
-    """Return the communicator of `groups.pp`. Raises ValueError without one."""
-    if groups is None or groups.pp is None:
-        raise ValueError("a pipeline needs p2p_communicator, or pg_collection with pp")
-    return P2PCommunicator(groups.pp, config)
 
 
 class _OneForwardOneBackward:

@@ -10,11 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_cli.pipelining.megatron_core.arithmetic import get_tensor_shapes
 from automodel_cli.pipelining.megatron_core.config import PipelineModel, ProcessGroupCollection, SyncFunc
 from automodel_cli.pipelining.megatron_core.grad_sync import plan_sync
 from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator, Shape, Shapes
-from automodel_cli.pipelining.megatron_core.step import DataIterator, ForwardStepFunc, StepRunner
+from automodel_cli.pipelining.megatron_core.step import (
+    DataIterator,
+    ForwardStepFunc,
+    StepRunner,
+    make_communicator,
+    shapes_between_stages,
+)
 from automodel_cli.pipelining.megatron_core.tensors import deallocate_output_tensor
 from automodel_cli.pipelining.schedule.one_f_one_b import (
     check_microbatch_group_size,
@@ -59,23 +64,11 @@ def forward_backward_pipelining_with_interleaving(
         pg_collection=pg_collection,
     )
     config = runner.config
-    (shape,) = get_tensor_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        hidden_size=config.hidden_size,
-        decoder_seq_length=decoder_seq_length,
-        sequence_parallel=config.sequence_parallel,
-        tensor_parallel_size=config.tensor_model_parallel_size,
-        context_parallel_size=config.context_parallel_size,
-        variable_seq_lengths=config.variable_seq_lengths,
-    )
-    if p2p_communicator is None:
-        if pg_collection is None or pg_collection.pp is None:
-            raise ValueError("a pipeline needs p2p_communicator, or pg_collection with pp")
-        p2p_communicator = P2PCommunicator(pg_collection.pp, config)
-    runner.defer_embedding(is_last_stage=p2p_communicator.is_pp_last_stage)
+    (shape,) = shapes_between_stages(config, seq_length, micro_batch_size, decoder_seq_length)
+    communicator = p2p_communicator or make_communicator(pg_collection, config)
+    runner.defer_embedding(is_last_stage=communicator.is_pp_last_stage)
     # As torch.Size, an unknown shape () is one shape and not an empty list of shapes.
-    _Interleaved(runner, p2p_communicator, torch.Size(shape)).run()
+    _Interleaved(runner, communicator, torch.Size(shape)).run()
     return runner.finish()
 
 

@@ -9,7 +9,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from automodel_cli.pipelining.megatron_core.arithmetic import check_first_val_step, checkpoint_activations_microbatch
+from automodel_cli.pipelining.megatron_core.arithmetic import (
+    check_first_val_step,
+    checkpoint_activations_microbatch,
+    get_tensor_shapes,
+)
 from automodel_cli.pipelining.megatron_core.config import (
     ModelParallelConfig,
     NoSyncFunc,
@@ -24,6 +28,7 @@ from automodel_cli.pipelining.megatron_core.embedding import (
     clear_embedding_activation_buffer,
     finish_embedding_wgrad_compute,
 )
+from automodel_cli.pipelining.megatron_core.p2p import P2PCommunicator
 from automodel_cli.pipelining.megatron_core.tensors import as_list, backward_step, forward_step_calc_loss
 
 T = TypeVar("T")
@@ -33,6 +38,29 @@ ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., object] | None]]
 
 The third argument is passed with partial checkpointing only.
 """
+
+
+def make_communicator(groups: ProcessGroupCollection | None, config: ModelParallelConfig) -> P2PCommunicator:
+    """Return the communicator of `groups.pp`. Raises ValueError without one."""
+    if groups is None or groups.pp is None:
+        raise ValueError("a pipeline needs p2p_communicator, or pg_collection with pp")
+    return P2PCommunicator(groups.pp, config)
+
+
+def shapes_between_stages(
+    config: ModelParallelConfig, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors between stages (`arithmetic.get_tensor_shapes`) for the sizes of `config`."""
+    return get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        hidden_size=config.hidden_size,
+        decoder_seq_length=decoder_seq_length,
+        sequence_parallel=config.sequence_parallel,
+        tensor_parallel_size=config.tensor_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        variable_seq_lengths=config.variable_seq_lengths,
+    )
 
 
 def set_current_microbatch(model: PipelineModel, microbatch_id: int) -> None:

@@ -7,6 +7,7 @@ the order that the runtime executes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,30 +50,32 @@ def rank_programs(torch_class: str, pp_size: int, num_microbatches: int, num_chu
     return [from_torch(schedule.pipeline_order[rank]) for rank in range(pp_size)]
 
 
-def _no_lowering(self: Any, actions: object) -> None:
+def _no_lowering(self: object, actions: object) -> None:
     pass
 
 
-def from_torch(actions: list[object]) -> tuple[Step, ...]:
+def from_torch(actions: Sequence[torch_schedules._Action | None]) -> tuple[Step, ...]:
     """Convert torch's compute actions. Idle slots (None) are dropped."""
     return tuple(_step(action) for action in actions if action is not None)
 
 
-def _step(action: Any) -> Step:
+def _step(action: torch_schedules._Action) -> Step:
     if action.computation_type == torch_schedules.OVERLAP_F_B:
-        first, second = (_step(sub) for sub in action.sub_actions)
-        assert isinstance(first, Action) and isinstance(second, Action), f"nested pair {action}"
-        return Overlap(first, second)
+        forward, backward = map(_action, action.sub_actions or ())
+        return Overlap(forward, backward)
+    return _action(action)
+
+
+def _action(action: torch_schedules._Action) -> Action:
+    assert action.microbatch_index is not None, f"nested pair {action}"
     return Action(_KINDS[action.computation_type], action.stage_index, action.microbatch_index)
 
 
-def to_torch(steps: tuple[Step, ...]) -> list[Any]:
+def to_torch(steps: tuple[Step, ...]) -> list[torch_schedules._Action | None]:
     """Convert steps to torch's compute actions, for programs without a class in torch."""
     return [_torch_action(step) for step in steps]
 
 
-def _torch_action(step: Step) -> Any:
-    if isinstance(step, Overlap):
-        pair = (_torch_action(step.forward), _torch_action(step.backward))
-        return torch_schedules._Action(-1, torch_schedules.OVERLAP_F_B, None, pair)
-    return torch_schedules._Action(step.stage, _TORCH_KINDS[step.kind], step.microbatch)
+def _torch_action(step: Step) -> torch_schedules._Action:
+    actions = tuple(torch_schedules._Action(a.stage, _TORCH_KINDS[a.kind], a.microbatch) for a in step.actions)
+    return actions[0] if len(actions) == 1 else torch_schedules._Action(-1, torch_schedules.OVERLAP_F_B, None, actions)

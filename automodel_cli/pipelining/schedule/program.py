@@ -25,6 +25,10 @@ class Action(NamedTuple):
     stage: int
     microbatch: int
 
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return (self,)
+
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
@@ -34,6 +38,10 @@ class Overlap(NamedTuple):
 
     forward: Action
     backward: Action
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return (self.forward, self.backward)
 
     def __str__(self) -> str:
         return f"({self.forward};{self.backward})OVERLAP_F_B"
@@ -75,7 +83,7 @@ class Program:
 
     def actions(self, rank: int) -> list[Action]:
         """Return the actions of a rank. Pairs are split, forward first, as torch runs them."""
-        return [action for step in self.ranks[rank] for action in (step if isinstance(step, Overlap) else (step,))]
+        return [action for step in self.ranks[rank] for action in step.actions]
 
     def to_csv(self, path: Path) -> None:
         """Write one row per rank in torch's compute-only format."""
@@ -100,18 +108,16 @@ def forward_only_program(program: Program) -> Program:
 def unsplit_backwards(program: Program) -> Program:
     """Return a program that computes weight gradients together with input gradients."""
 
-    def whole(action: Action) -> Action:
+    def whole(step: Step) -> Step:
         # B takes the place of I, because the previous stage waits for the input gradient. W is dropped.
-        return action._replace(kind="B") if action.kind == "I" else action
+        match step:
+            case Overlap(forward, backward):
+                return Overlap(forward, backward._replace(kind="B"))
+            case Action(kind="I"):
+                return step._replace(kind="B")
+        return step
 
-    ranks = tuple(
-        tuple(
-            Overlap(step.forward, whole(step.backward)) if isinstance(step, Overlap) else whole(step)
-            for step in steps
-            if isinstance(step, Overlap) or step.kind != "W"
-        )
-        for steps in program.ranks
-    )
+    ranks = tuple(tuple(whole(step) for step in steps if step.actions[0].kind != "W") for steps in program.ranks)
     return Program(f"{program.schedule}, whole backwards", program.num_microbatches, program.owner, ranks)
 
 
@@ -162,17 +168,20 @@ def read_csv(path: Path | str) -> Program:
 
 
 def _parse(cell: str, where: str) -> Step:
-    if pair := _OVERLAP.fullmatch(cell):
-        forward, backward = (_parse(text, where) for text in pair.groups())
-        assert isinstance(forward, Action) and isinstance(backward, Action)
+    if _OVERLAP.fullmatch(cell):
+        forward, backward = map(_action, _ACTION.finditer(cell))
         return Overlap(forward, backward)
     if match := _ACTION.fullmatch(cell):
-        return Action(match[2], int(match[1]), int(match[3]))
+        return _action(match)
     raise ConfigError(
         f"{where}: {cell!r} is not an action. Examples: 0F3, 1B0, 2I1, 2W1, (0F4;1B2)OVERLAP_F_B",
         code="invalid_schedule",
         keys=("schedule_csv",),
     )
+
+
+def _action(match: re.Match[str]) -> Action:
+    return Action(match[2], int(match[1]), int(match[3]))
 
 
 def check_complete(program: Program) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.pipelining.schedule.program import Action, Overlap, Program, Step
+from automodel_cli.pipelining.schedule.program import Action, Program, Step
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _block(
     step: Step, rank: int, program: Program, costs: Costs, ends: dict[tuple[str, int, int], float]
 ) -> tuple[float, float, tuple[Action, ...]] | None:
     """Return (time when the inputs exist, duration, actions) of a step, or None while an input does not exist yet."""
-    actions = tuple(step) if isinstance(step, Overlap) else (step,)
+    actions = step.actions
     ready = 0.0
     for action in actions:
         for key in _inputs(action, program.num_stages):

@@ -87,8 +87,8 @@ class Runtime(torch_schedules._PipelineScheduleRuntime):
                 self.given.schedule,
                 torch.__version__,
             )
-        for stage in self._stages:
-            stage.begin([(1, 1)], False)  # type: ignore[attr-defined]
+        for stage in cast("list[Stage]", self._stages):
+            stage.begin([(1, 1)], False)
         if HAS_WAITS:
             self._initialize_pipeline_distributed_state(self._stages, False, True)  # type: ignore[attr-defined]
         elif HAS_STAGE_META:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -175,9 +175,8 @@ class Stage(PipelineStage):
         for info in () if HAS_WAITS else infos:
             shape = self._shape(microbatch, leaving=leaving)
             info.buffer = torch.empty(shape, dtype=self.boundary_dtype, device=self.device)
-            info.buffer.requires_grad_(
-                requires_grad and not HAS_STAGE_META
-            )  # torch 2.12 sets it on the received tensor itself.
+            # torch 2.12 sets it on the received tensor itself.
+            info.buffer.requires_grad_(requires_grad and not HAS_STAGE_META)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id, self.has_backward, leaving=False)
@@ -205,14 +204,13 @@ class Stage(PipelineStage):
 
     # Compute
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: object) -> HeadOutput | Tensor:
+    def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: object) -> HeadOutput | Tensor:
         hidden_BTD = args[0].to(self.compute_dtype) if args else None
         if hidden_BTD is not None and not self._sends_gradients:
             hidden_BTD = hidden_BTD.detach()  # Backward ends at the lowest trained layer.
         with single_backward(self.reduction.in_backward):
             output = self.submod(hidden_BTD, **kwargs)
-        result: HeadOutput | Tensor = output if self.is_last else output.to(self.boundary_dtype)
-        return result
+        return cast("HeadOutput | Tensor", output if self.is_last else output.to(self.boundary_dtype))
 
     def forward_one_chunk(
         self,

@@ -49,9 +49,9 @@ def add_teacher_logprobs(
 
 def num_logits(stages: Stages) -> int:
     """Of the teacher, padded entries of its vocabulary included."""
-    from automodel_cli.models.model_part import ModelPart
+    from automodel_cli.models.model_part import model_parts
 
-    part = next(part for part in stages.parts if isinstance(part, ModelPart))
+    part, *_ = model_parts(stages.parts)
     size: int = part.model.config.get_text_config().vocab_size
     return size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 from weakref import WeakSet
 
 import torch
@@ -103,8 +104,7 @@ class FSDP2Sharded(Sharded):
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
-        module = self.part
-        assert isinstance(module, FSDPModule)
+        module = cast(FSDPModule, self.part)
         reduce_in_backward(module, self._late, is_last=is_last, every_microbatch=self._every_microbatch)
         for unit in self._kept:
             unit.set_reshard_after_backward(is_last, recurse=False)

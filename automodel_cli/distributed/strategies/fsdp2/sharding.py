@@ -179,29 +179,27 @@ def fsdp2_strategy_parallelize(
     wide = _shard_layers(model, layers, shard, reshard=pp_size == 1, mp_policy=layer_policy)
     modules_in_other_dtype(model, [model], separate=False)
     embedding, head = _shard_around_layers(model, shard, mp_policy=layer_policy)
-    shard(model, mp_policy=policy, reshard_after_forward=False)
+    root = shard(model, mp_policy=policy, reshard_after_forward=False)
     if mesh.size() == 1:
-        unsharded.update(unit for unit in (*wide, *layers, *embedding, *head, model) if isinstance(unit, FSDPModule))
+        unsharded.update((*wide, *layers, *embedding, *head, model))
     sum_gradients(model)
     if config.adds_in_products:
         enable_wgrad_fusion(model)
     register_handle(FSDP2Sharded(model, every_microbatch=config.reduces_every_microbatch, kept=kept), model)
     if config.enable_fsdp2_prefetch:
         run_in_order = [*embedding, *layers, *head]
-        chain_prefetch(model, run_in_order, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
+        chain_prefetch(root, run_in_order, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
     logger.info("fsdp2: %d layers over %s ranks, %s", len(layers), tuple(mesh.shape), policy)
     return model
 
 
-def chain_prefetch(root: nn.Module, layers: Sequence[nn.Module], forward_depth: int, backward_depth: int) -> None:
+def chain_prefetch(root: FSDPModule, layers: Sequence[nn.Module], forward_depth: int, backward_depth: int) -> None:
     """Gather the next layers during computation: `forward_depth` ahead in forward, `backward_depth` in backward.
 
     Includes units inside layers (experts). In expert-parallel layers the host waits for the device, and without a chain
     it would start to gather the experts after that.
     """
     units = [fsdp_modules(layer) for layer in layers]  # the layer first, then the units in it
-    assert all(isinstance(module, FSDPModule) for module in (root, *layers)), "prefetch needs modules that are sharded"
-    assert isinstance(root, FSDPModule)
     for i, (layer, *_) in enumerate(units):
         # Example: layers 0 1 2 3, forward depth 2. While layer 0 runs, 1 and 2 are gathered. With backward depth 1,
         # layer 3 prefetches 2. A larger depth hides slow links and keeps more layers gathered.

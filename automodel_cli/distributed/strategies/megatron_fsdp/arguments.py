@@ -23,8 +23,11 @@ def unit_modules(model: nn.Module, requested: Sequence[str | type[nn.Module]] | 
     """
     inside = {type(module) for module in model.modules()}
     if requested:
-        paths = [entry for entry in requested if isinstance(entry, str)]
-        classes = [*import_classes_from_paths(paths), *(entry for entry in requested if not isinstance(entry, str))]
+        classes = [
+            kind
+            for entry in requested
+            for kind in (import_classes_from_paths([entry]) if isinstance(entry, str) else [entry])
+        ]
         absent = [kind.__name__ for kind in classes if not any(issubclass(other, kind) for other in inside)]
     else:
         # The declaration of transformers (a list or set of class names), on the model and its inner models.

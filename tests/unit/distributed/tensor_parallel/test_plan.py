@@ -15,7 +15,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.parallelizer import import_classes_from_paths
-from automodel_cli.distributed.tensor_parallel.apply import check_heads, use_async_collectives
+from automodel_cli.distributed.tensor_parallel.checks import check_heads, use_async_collectives
 from automodel_cli.distributed.tensor_parallel.plan import (
     PLAN_STRINGS,
     custom_plan,
