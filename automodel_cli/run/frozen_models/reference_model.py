@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from automodel_cli.data.batch import Batch
 from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.sharded_module import weights_changed
-from automodel_cli.distributed.tensor_parallel.styles import to_local
+from automodel_cli.distributed.tensors import to_local
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
 from automodel_cli.models.lora import adapters_off
 from automodel_cli.run.frozen_models.teacher import build_teacher

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.distributed.tensor_parallel.styles import to_local
+from automodel_cli.distributed.tensors import to_local
 from automodel_cli.models.uneven_dtensor import cut_like, is_uneven
 from automodel_cli.training.optimizers.param_groups import bare_name
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from automodel_cli.distributed.tensor_parallel.styles import to_local
+from automodel_cli.distributed.tensors import to_local
 from automodel_cli.training.optimizers.matrix_exchange import MatrixRound, is_distributed, rounds_of
 from automodel_cli.training.optimizers.newton_schulz import measured_dtype, orthogonalize
 from automodel_cli.training.optimizers.param_groups import TrainableParam, decay_groups, has_float16

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, by_compiler
-from automodel_cli.distributed.tensor_parallel.styles import to_local
+from automodel_cli.distributed.tensors import to_local
 from automodel_cli.training.torch_compat import refuses_by_found_inf
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

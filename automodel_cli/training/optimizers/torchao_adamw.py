@@ -7,7 +7,7 @@ from torch import Tensor
 from torchao.optim import AdamW8bit as TorchAOAdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from automodel_cli.distributed.tensor_parallel.styles import to_local
+from automodel_cli.distributed.tensors import to_local
 
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
