@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TypedDict
 
 import torch.distributed as dist
 
@@ -98,10 +98,19 @@ def _wait_for_server(rank: int, host: str, port: int, timeout: timedelta) -> Non
             wait.on(error.strerror or "no response")
 
 
-def _presence(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dict[int, dict[str, Any]]:
+class _Presence(TypedDict):
+    """What a rank publishes. `problem` and `fix` are empty if its interface is valid."""
+
+    host: str
+    address: str | None
+    problem: str
+    fix: str
+
+
+def _presence(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dict[int, _Presence]:
     """Return the information that each rank has published. Rank 0 waits for all ranks, the others wait for rank 0."""
     problem, fix = _wrong_interface()
-    local = {
+    local: _Presence = {
         "host": _host(),
         "address": network_interfaces.source_address(_master()[0]),
         "problem": problem,
@@ -113,7 +122,7 @@ def _presence(store: dist.Store, rank: int, world_size: int, timeout: timedelta)
         missing = list(range(1, world_size))
         while missing := [other for other in missing if not store.check([f"rank-{other}"])]:
             wait.on(_missing(missing, world_size))
-        everyone = {other: json.loads(store.get(f"rank-{other}")) for other in range(world_size)}
+        everyone: dict[int, _Presence] = {other: json.loads(store.get(f"rank-{other}")) for other in range(world_size)}
         store.set("everyone", json.dumps(everyone))
         if any(about["problem"] for about in everyone.values()):
             _wait_until_all_have_read(store, world_size)
@@ -153,7 +162,7 @@ def _wrong_interface() -> tuple[str, str]:
     )
 
 
-def _choose_interface(rank: int, everyone: Mapping[int, Mapping[str, Any]]) -> None:
+def _choose_interface(rank: int, everyone: Mapping[int, _Presence]) -> None:
     """Set the interface of gloo to the one that reaches the other hosts, unless the user has set one.
 
     gloo uses the address of the host name, which is 127.0.1.1 on many clusters. On the host of MASTER_ADDR that name

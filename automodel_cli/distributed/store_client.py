@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -22,7 +22,7 @@ class StoreTalk:
 
     def __init__(self, store: dist.Store):
         self._requests: SimpleQueue[tuple[Callable[[dist.Store], object], Future[object]]] = SimpleQueue()
-        self._last: Future[Any] | None = None
+        self._last: Future[object] | None = None
         threading.Thread(target=self._work, args=(store,), name="store-talk", daemon=True).start()
 
     def post(self, request: Callable[[dist.Store], object]) -> None:
@@ -33,13 +33,13 @@ class StoreTalk:
     def ask(self, request: Callable[[dist.Store], T], seconds: float) -> T | None:
         """Return the response, or None if the store does not respond within `seconds`."""
         try:
-            response: T = self._put(request).result(seconds)
+            response = cast(T, self._put(request).result(seconds))
         except (TimeoutError, RuntimeError, ValueError):  # torch's DistError is a RuntimeError.
             return None
         return response
 
-    def _put(self, request: Callable[[dist.Store], object]) -> Future[Any]:
-        response: Future[Any] = Future()
+    def _put(self, request: Callable[[dist.Store], object]) -> Future[object]:
+        response: Future[object] = Future()
         self._last = response
         self._requests.put((request, response))
         return response

@@ -25,9 +25,10 @@ from automodel_cli.distributed.activation_checkpointing.saved_results import (
 )
 from automodel_cli.distributed.compile_modes import AUTO
 from automodel_cli.distributed.tensors import tensors_in
+from automodel_cli.distributed.torch_compat import OpOverload
 from automodel_cli.distributed.typed_torch import TorchDispatchMode, disable, set_attributes
 
-_Context = AbstractContextManager[Any]
+_Context = AbstractContextManager[object]
 _aten = torch.ops.aten
 
 # Operators whose results selective checkpointing saves: expensive to compute, and small compared with the recomputed
@@ -86,7 +87,7 @@ def apply_activation_checkpointing(
             keywords["context_fn"] = contexts
         # Non-reentrant: recomputation stops at the last tensor that backward needs, and inputs without gradients are
         # allowed.
-        recompute: Callable[..., Any] = functools.partial(checkpoint, use_reentrant=False, **keywords)
+        recompute: Callable[..., object] = functools.partial(checkpoint, use_reentrant=False, **keywords)
         if compile_backend is not None:
             recompute = functools.partial(_compiled_inside, recompute, torch.compile(_call, backend=compile_backend))
         # The library's own switch, read in its forward.
@@ -95,7 +96,7 @@ def apply_activation_checkpointing(
 
 @disable(recursive=False)
 def _compiled_inside(
-    recompute: Callable[..., object], compiled: Callable[..., object], run: functools.partial[Any], *args: object
+    recompute: Callable[..., object], compiled: Callable[..., object], run: functools.partial[object], *args: object
 ) -> object:
     """Keep the checkpoint outside graphs. A graph around it must not break, or nothing is compiled.
 
@@ -134,7 +135,9 @@ class _KeepListed(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # Otherwise nothing inside is compiled.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         make = functools.partial(func, *args, **(kwargs or {}))
         if func not in KEPT_RESULTS:
             return make()
@@ -144,11 +147,11 @@ class _KeepListed(TorchDispatchMode):
         return tree_map_only(Tensor, Tensor.detach, result)  # A saved result must not keep the graph of its first use.
 
 
-def _with_versions(result: Any) -> tuple[object, list[int]]:
+def _with_versions(result: object) -> tuple[object, list[int]]:
     return result, _versions(result)
 
 
-def _versions(result: Any) -> list[int]:
+def _versions(result: object) -> list[int]:
     return [tensor._version for tensor in tensors_in(result)]
 
 

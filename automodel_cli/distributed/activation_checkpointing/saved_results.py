@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from torch import nn
@@ -46,19 +46,19 @@ class _Call:
 
     def __init__(self, max_level: SaveLevel):
         self.max_level = max_level
-        self.results: list[Any] = []
+        self.results: list[object] = []
         self.next: int | None = None  # Index of the next result to return, or None while results are computed.
 
-    def keep(self, make: Callable[[], object]) -> Any:
+    def keep(self, make: Callable[[], T]) -> T:
         if self.next is None:
             _current.call = None  # Nested results are not saved.
             try:
                 self.results.append(make())
             finally:
                 _current.call = self
-            return self.results[-1]
+            return cast(T, self.results[-1])
         self.next += 1
-        return self.results[self.next - 1]
+        return cast(T, self.results[self.next - 1])
 
 
 _current = _Current()
@@ -73,8 +73,7 @@ def save_or_replay(make: Callable[[], T], level: SaveLevel = SaveLevel.EXCHANGES
     call = _current.call
     if call is None or level > call.max_level:
         return make()
-    result: T = call.keep(make)
-    return result
+    return call.keep(make)
 
 
 def is_keeping(level: SaveLevel = SaveLevel.EXCHANGES) -> bool:

@@ -9,7 +9,7 @@ interface.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,12 @@ from automodel_cli.config.value_checks import require_package
 from automodel_cli.distributed.expert_parallel.token_dispatcher import LocalExperts, at_least_one_row
 from automodel_cli.distributed.typed_torch import Ctx, Function
 
+if TYPE_CHECKING:
+    from deep_ep import Buffer
+
 _FIX = "parallelizer.expert_dispatch=all_to_all"
 # Shared by all layers, because a buffer owns device memory and connections.
-_buffers: dict[dist.ProcessGroup, Any] = {}
+_buffers: dict[dist.ProcessGroup, Buffer] = {}
 
 
 def require_deep_ep(device_type: str) -> None:
@@ -73,7 +76,7 @@ class DeepEP:
         return combined_TD
 
 
-def _buffer(group: dist.ProcessGroup, hidden_bytes: int) -> object:
+def _buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Buffer:
     """Return a communication buffer for tokens of `hidden_bytes` bytes. Collective if the buffer has to grow."""
     from deep_ep import Buffer
 
@@ -91,8 +94,8 @@ def _buffer(group: dist.ProcessGroup, hidden_bytes: int) -> object:
 class _Dispatch(Function):
     @staticmethod
     def forward(
-        ctx: Ctx, buffer: Any, num_experts: int, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor
-    ) -> tuple[Any, ...]:
+        ctx: Ctx, buffer: Buffer, num_experts: int, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor
+    ) -> tuple[object, ...]:
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(index_TK, num_experts)
         hidden_RD, index_RK, weight_RK, _, handle, _ = buffer.dispatch(
             hidden_TD.contiguous(),
@@ -108,7 +111,7 @@ class _Dispatch(Function):
         return hidden_RD, weight_RK, index_RK, handle
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_RD, weight_RK = grads[:2]
         hidden_TD, weight_TK, _ = ctx.buffer.combine(
             hidden_RD.contiguous(), ctx.handle, topk_weights=weight_RK.contiguous()
@@ -118,11 +121,11 @@ class _Dispatch(Function):
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx: Ctx, buffer: Any, handle: Any, result_RD: Tensor) -> Tensor:
+    def forward(ctx: Ctx, buffer: Buffer, handle: object, result_RD: Tensor) -> Tensor:
         ctx.buffer, ctx.handle = buffer, handle
         combined_TD: Tensor = buffer.combine(result_RD.contiguous(), handle)[0]
         return combined_TD
 
     @staticmethod
-    def backward(ctx: Ctx, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, ctx.buffer.dispatch(grads[0].contiguous(), handle=ctx.handle)[0]

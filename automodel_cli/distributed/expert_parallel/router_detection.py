@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -78,12 +78,12 @@ def rule_of(router: nn.Module) -> tuple[RouterRule, bool] | None:
         return None
 
 
-def _with(router: nn.Module, rule: RouterRule, in_float32: bool) -> Any:
-    own = router.forward
+def _with(router: nn.Module, rule: RouterRule, in_float32: bool) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    own: Callable[[Tensor], tuple[Tensor, ...]] = router.forward
 
-    def forward(hidden: Tensor) -> Any:
-        weight, bias = router._parameters["weight"], router._parameters.get("bias")
-        correction = _correction(router, len(cast(Tensor, weight)))
+    def forward(hidden: Tensor) -> tuple[Tensor, ...]:
+        weight, bias = cast(Tensor, router._parameters["weight"]), router._parameters.get("bias")
+        correction = _correction(router, len(weight))
         correction_E = None if correction is None else correction[1]
         inputs = [tensor for tensor in (hidden, weight, bias, correction_E) if tensor is not None]
         if is_choosing() or any(isinstance(tensor, DTensor) for tensor in inputs):
@@ -94,7 +94,7 @@ def _with(router: nn.Module, rule: RouterRule, in_float32: bool) -> Any:
     return forward
 
 
-def _logits(hidden: Tensor, weight: Any, bias: Any, in_float32: bool) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, in_float32: bool) -> Tensor:
     hidden_ND = hidden.reshape(-1, weight.shape[1])
     if not in_float32:
         return linear(hidden_ND, weight, bias)

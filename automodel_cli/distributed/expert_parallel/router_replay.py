@@ -158,7 +158,7 @@ def selects_by(module: nn.Module, layer: int, nth: int) -> None:
 
     @disable()
     @functools.wraps(own)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         if _now.choices is None:
             return own(*args, **kwargs)
         with _Selection(_now.choices, layer, nth):
@@ -173,11 +173,11 @@ def recomputes_alike(layer: nn.Module) -> None:
     if own is None:
         return
 
-    def checkpointed(run: Callable[..., Any], *args: object, **kwargs: object) -> object:
+    def checkpointed(run: Callable[..., object], *args: object, **kwargs: object) -> object:
         # Captured during the forward. In backward, recomputation runs outside the `choosing` context of the forward.
         choices, runs = _now.choices, itertools.count()
 
-        def bound(*args: object, **kwargs: object) -> Any:
+        def bound(*args: object, **kwargs: object) -> object:
             # The first run is the forward, later runs are recomputation in backward. They must select the same experts.
             first = next(runs) == 0
             with choosing(choices if first or choices is None else choices.again()):
@@ -195,7 +195,9 @@ class _Selection(TorchFunctionMode):
         super().__init__()
         self._choices, self._layer, self._left = choices, layer, nth
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func not in _TOPK:
             return result
@@ -206,5 +208,5 @@ class _Selection(TorchFunctionMode):
         if index_NK is result.indices:
             return result
         # The module continues with the scores of the replayed experts, so that routing weights keep their gradient.
-        scores_NE: Tensor = args[0] if args else kwargs["input"]
+        scores_NE: Tensor = args[0] if args else (kwargs or {})["input"]
         return torch.return_types.topk((scores_NE.gather(-1, index_NK), index_NK))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ class SharedExperts:
         if block_input is not None:
             self._result = block_input, self._own(block_input)
 
-    def _enter(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, block: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._input, self._result = args[0] if args else None, None
 
     def _forward(self, *args: object, **kwargs: object) -> object:
@@ -71,7 +70,7 @@ def find_shared_expert(block: nn.Module, experts: nn.Module) -> nn.Module | None
     def watch(name: str, child: nn.Module) -> None:
         own = child.forward
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Tensor, **kwargs: object) -> object:
             called.append(name)
             if name == name_of[experts]:
                 return torch.empty_like(args[0])

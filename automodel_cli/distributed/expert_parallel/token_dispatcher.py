@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,12 @@ class AllToAll:
         return result_TD
 
 
+class Waitable(Protocol):
+    """`dist.Work`, or its stand-in."""
+
+    def wait(self) -> object: ...
+
+
 @dataclass(eq=False)
 class Arriving:
     """All-to-all in progress. A call waits for it and returns `rows`.
@@ -72,8 +78,8 @@ class Arriving:
     rows: Tensor
     sent: Tensor | None
     """Kept alive until the transfer ends."""
-    work: Any
-    """`dist.Work`, or None after the transfer."""
+    work: Waitable | None
+    """None after the transfer."""
 
     def __call__(self) -> Tensor:
         # A second call finds None and returns at once, so `__del__` may follow a normal call.

@@ -11,7 +11,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -209,7 +209,7 @@ def custom_plan(given: object, model: PreTrainedModel) -> Plan:
         raise _bad_plan("invalid_choice", f"tp_plan: {error}") from error
 
 
-def translate_plan(plan: Mapping[str, Any]) -> Plan:
+def translate_plan(plan: Mapping[str, str | ParallelStyle]) -> Plan:
     """Translate strings to torch styles, and remove entries without effect."""
     styles = {
         name: style if isinstance(style, ParallelStyle) else translate_to_torch_parallel_style(style)

@@ -30,6 +30,8 @@ from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.scatter_gather import gather_from_group, padding, scatter_to_group
 from automodel_cli.distributed.tensor_parallel.styles import SumParameterGradients
 
+_Args = tuple[Tensor, ...]
+_Keywords = dict[str, Any]  # Hidden states, positions, rotary tables, masks, flags.
 _TOKENS = 1  # Token dimension of hidden_BTD.
 
 
@@ -73,7 +75,7 @@ def apply_sequence_parallel(layers: list[nn.Module], mesh: DeviceMesh, uniform: 
             SumParameterGradients()._apply(norm, mesh)
     routes = any(experts_modules(layer) for layer in layers)
 
-    def enter(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(layer: nn.Module, args: _Args, kwargs: _Keywords) -> tuple[_Args, _Keywords]:
         def shard(hidden_BTD: Tensor) -> Tensor:
             if routes and layer.training:
                 _refuse_padding(hidden_BTD.shape[_TOKENS], mesh.size())
@@ -81,7 +83,7 @@ def apply_sequence_parallel(layers: list[nn.Module], mesh: DeviceMesh, uniform: 
 
         return _with_hidden(args, kwargs, shard)
 
-    def leave(layer: nn.Module, args: object, kwargs: Any, output: Tensor) -> object:
+    def leave(layer: nn.Module, args: object, kwargs: _Keywords, output: Tensor) -> object:
         return _with_first(output, lambda own: gather_tokens(own, mesh, _num_tokens(kwargs, own, mesh)))
 
     if layers:
@@ -148,14 +150,14 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
-    def gather(block: nn.Module, args: Any, kwargs: Any) -> Any:
+    def gather(block: nn.Module, args: _Args, kwargs: _Keywords) -> tuple[_Args, _Keywords]:
         def gathered(own_BtD: Tensor) -> Tensor:
             num_tokens = _num_tokens(kwargs, own_BtD, mesh)
             return (_gather_partial if is_uniform else gather_tokens)(own_BtD, mesh, num_tokens)
 
         return _with_hidden(args, kwargs, gathered)
 
-    def scatter(block: nn.Module, args: Any, kwargs: Any, output: Tensor) -> object:
+    def scatter(block: nn.Module, args: _Args, kwargs: _Keywords, output: Tensor) -> object:
         if not is_uniform:
             return _with_first(output, lambda whole_BTD: shard_tokens(whole_BTD, mesh))
         # 5 tokens on 2 ranks: shares of 3, the second padded by one token.
@@ -178,7 +180,7 @@ def _gather_partial(own_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tenso
     return gathered if gathered.shape[_TOKENS] == num_tokens else gathered.narrow(_TOKENS, 0, num_tokens)
 
 
-def _num_tokens(kwargs: dict[str, Any], own_BtD: Tensor, mesh: DeviceMesh) -> int:
+def _num_tokens(kwargs: _Keywords, own_BtD: Tensor, mesh: DeviceMesh) -> int:
     """Return the tokens of a sequence, without padding if positions or rotary tables are given.
 
     Layers and attention receive them. An MLP does not, and also processes the padding.
@@ -202,15 +204,13 @@ def _refuse_padding(num_tokens: int, tp_size: int) -> None:
         )
 
 
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _hidden(args: _Args, kwargs: _Keywords) -> Tensor:
     """Return the hidden states among the inputs of a module: by keyword, or the first argument."""
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     return hidden
 
 
-def _with_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[object, ...], dict[str, object]]:
+def _with_hidden(args: _Args, kwargs: _Keywords, change: Callable[[Tensor], Tensor]) -> tuple[_Args, _Keywords]:
     if "hidden_states" in kwargs:
         return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
     return (change(args[0]), *args[1:]), kwargs

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -227,7 +227,7 @@ class _Linear(Function):
         weight_OI: Tensor,
         bias_O: Tensor | None,
         weight_sum: MainGrad | None,
-        placements: Any,
+        placements: Sequence[Placement] | None,
     ) -> Tensor:
         wants_x, _, wants_weight, *_ = ctx.needs_input_grad
         local_OI = to_local(weight_OI)

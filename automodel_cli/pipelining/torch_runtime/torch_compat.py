@@ -132,8 +132,7 @@ class Stage(PipelineStage):
     @property
     def _forwards(self) -> dict[int, Any]:
         """What the backward of each microbatch needs: outputs and inputs."""
-        forwards: dict[int, Any] = self._forward_chunk_states if HAS_WAITS else self.fwd_cache  # type: ignore[attr-defined]
-        return forwards
+        return cast("dict[int, Any]", getattr(self, "_forward_chunk_states" if HAS_WAITS else "fwd_cache"))
 
     def meta(self, microbatch: int, *, leaving: bool) -> Tensor:
         """Return the hidden states of one microbatch between stages, on the meta device."""
@@ -147,7 +146,8 @@ class Stage(PipelineStage):
 
     # Receive buffers: described at the start of a step, allocated when the receive is posted, freed after use.
 
-    def _infos(self, name: str, source: int, microbatch: int, gradient: bool) -> tuple[Any, ...]:
+    def _infos(self, source: int, microbatch: int, *, gradient: bool) -> tuple[Any, ...]:
+        name = f"{'gradient' if gradient else 'hidden'} {microbatch} from stage {source}"
         new: Callable[..., Any] = torch_stage._RecvInfo
         if not HAS_STAGE_META:
             return (new(name, source, None),)
@@ -159,17 +159,13 @@ class Stage(PipelineStage):
     def _describe_inputs(self, count: int) -> None:
         source = self.stage_index - 1
         for i in range(count):
-            self.args_recv_info[i] = (
-                () if self.is_first else self._infos(f"hidden {i} from stage {source}", source, i, False)
-            )
+            self.args_recv_info[i] = () if self.is_first else self._infos(source, i, gradient=False)
 
     def _describe_gradients(self, count: int) -> None:
         self.chunks = count
         source = self.stage_index + 1
         for i in range(count):
-            self.grad_recv_info[i] = (
-                () if self.is_last else self._infos(f"gradient {i} from stage {source}", source, i, True)
-            )
+            self.grad_recv_info[i] = () if self.is_last else self._infos(source, i, gradient=True)
 
     def _allocate(self, infos: tuple[Any, ...], microbatch: int, requires_grad: bool, *, leaving: bool) -> None:
         for info in () if HAS_WAITS else infos:
@@ -255,10 +251,9 @@ class Stage(PipelineStage):
             root.set_reshard_after_backward(is_last)
             reduce_in_backward(root, self._late, is_last=is_last, every_microbatch=every)
         if backward_type == "full":  # torch's version would disable reduction.
-            stage_backward: Callable[..., Any] = torch_stage.stage_backward
             names = ("stage_output", "output_grads", "input_values")
             with single_backward(self.reduction.in_backward):  # Recomputed layers run again.
-                return stage_backward(*(bwd_kwargs[name] for name in names)), None
+                return torch_stage.stage_backward(*(bwd_kwargs[name] for name in names)), None
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if backward_type == "weight":
             for root in self.fsdp_roots:
