@@ -16,16 +16,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import NamedTuple
 
 from automodel_cli.distributed.activation_checkpointing.mode import is_recomputed
 from automodel_cli.distributed.expert_parallel.apply import is_experts
-from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.planning.hardware import Gpu, Links
 from automodel_cli.planning.kernel import Kernel
 from automodel_cli.planning.layer_calls import Call
 from automodel_cli.planning.layer_costs import Unit
 from automodel_cli.planning.memory import Accounting, state_rule
+from automodel_cli.planning.rank_groups import Groups
+from automodel_cli.planning.segments import Segment, Shard
 from automodel_cli.planning.simulated_clock import Clock, Seconds, critical_path
 from automodel_cli.planning.step_time import apart
 
@@ -33,85 +33,6 @@ _GRADIENT = 4
 """Bytes of an element of a gradient that is not reduced in another dtype."""
 _WARM, _MEASURED = 2, 3
 """Microbatches of the two steps from which one more microbatch follows, as in a dry run."""
-
-
-class Shard(NamedTuple):
-    """Parameters of one unit in one group of ranks."""
-
-    ranks: Sequence[int]
-    held: float
-    """Elements that a rank computes with."""
-    trained: float
-    stored_bytes: float
-    """Of one element between steps."""
-    is_expert: bool = False
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One layer of a stage, or what stands before or after its layers.
-
-    Attributes:
-        again: calls that backward repeats.
-        units: parameters that are gathered together, in `shards` by group.
-        exchanged: bytes of tokens that experts exchange, one way.
-        keys: bytes of keys and values that a rank of context parallelism sends.
-        has_backward: whether it or something before it is trained.
-    """
-
-    calls: Sequence[Call]
-    again: Sequence[Call] = ()
-    units: Sequence[Unit] = ()
-    shards: Sequence[Shard] = ()
-    exchanged: float = 0.0
-    keys: float = 0.0
-    is_layer: bool = False
-    has_backward: bool = True
-
-    def kernels(self, of: str) -> Iterable[Kernel]:
-        """Yield the kernels of "inputs" or "weights", the last layer's first."""
-        for call in reversed(self.calls):
-            yield from getattr(call, of)
-
-
-@dataclass(frozen=True)
-# Example: the mesh of `mesh_config.Layout.ep_shard`, 16 ranks per stage. tp 0 1, cp 0 2, shard 0 2 4 6, replicate 0 8,
-# ep 0 to 7, ep_shard 0 8. The next stage begins at rank 16. Which ranks a group has decides over which links it
-# communicates.
-class Groups:
-    """Global ranks of the groups of rank 0. From the inside: tp, cp, dp_shard, dp_replicate. Experts use neighbors."""
-
-    layout: Layout
-
-    @property
-    def tp(self) -> range:
-        return range(self.layout.tp)
-
-    @property
-    def cp(self) -> range:
-        return range(0, self.layout.cp * self.layout.tp, self.layout.tp)
-
-    @property
-    def shard(self) -> range:
-        return range(0, self.layout.dp_shard_cp * self.layout.tp, self.layout.tp)
-
-    @property
-    def replicate(self) -> range:
-        one = self.layout.dp_shard_cp * self.layout.tp
-        return range(0, self.layout.dp_replicate * one, one)
-
-    @property
-    def ep(self) -> range:
-        return range(self.layout.ep)
-
-    @property
-    def ep_shard(self) -> range:
-        return range(0, self.layout.ep_shard * self.layout.ep, self.layout.ep)
-
-    @property
-    def stages(self) -> tuple[int, int]:
-        """Two ranks that pass activations on."""
-        return 0, self.layout.world_size // self.layout.pp
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from automodel_cli.planning.hardware import GPUS, Links
 from automodel_cli.planning.kernel import Kernel
 from automodel_cli.planning.layer_calls import Call
 from automodel_cli.planning.layer_costs import Unit, Units
-from automodel_cli.planning.layer_times import LayerTimes, Segment
+from automodel_cli.planning.layer_times import LayerTimes
 from automodel_cli.planning.memory import Accounting, Memory
 from automodel_cli.planning.request import PlanRequest
+from automodel_cli.planning.segments import Segment
 from automodel_cli.planning.step_time import RankTimes, StepTime, program_to_json, step_time, total
 
 TIME_MARGIN = 0.20

@@ -14,9 +14,10 @@ from automodel_cli.planning.hardware import COLLECTIVE_SECONDS, GPUS, KERNEL_SEC
 from automodel_cli.planning.kernel import Kernel
 from automodel_cli.planning.layer_calls import Call, Calls
 from automodel_cli.planning.layer_costs import Unit
-from automodel_cli.planning.layer_times import Groups, LayerTimes
+from automodel_cli.planning.layer_times import LayerTimes
 from automodel_cli.planning.memory import Accounting
 from automodel_cli.planning.plan import make_plan
+from automodel_cli.planning.rank_groups import Groups
 from automodel_cli.planning.step_time import RankTimes, apart, step_time
 from automodel_cli.training.optimizers.nodes import AdamW
 from automodel_cli.training.optimizers.param_groups import TrainableParam
