@@ -12,6 +12,7 @@ from itertools import combinations
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.objectives.base import Objective
 from automodel_cli.parity.cases import Case
 from automodel_cli.pipelining.config import PipelineConfig
 
@@ -20,7 +21,7 @@ _ATTENTIONS = ("packed", "sdpa", "eager")
 
 
 def choose_cases(
-    wanted: MeshConfig, parallelizer: Strategy, pipeline: PipelineConfig | None, objective: object
+    wanted: MeshConfig, parallelizer: Strategy, pipeline: PipelineConfig | None, objective: Objective
 ) -> list[Case]:
     """Return cases for one rank, each axis alone, and the largest combinations on 8 ranks, on packed and padded rows.
 

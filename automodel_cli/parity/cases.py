@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from automodel_cli.config.parameter_patterns import EVERYTHING, Selection
 from automodel_cli.distributed.compile_modes import FUSED_OPS
@@ -13,6 +12,7 @@ from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.fp8_config import Fp8Config
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.qat_config import QATConfig
+from automodel_cli.objectives.base import Objective
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.pipelining.config import PipelineConfig
 
@@ -45,7 +45,7 @@ class Case:
     parallelizer: Strategy = field(default_factory=lambda: FSDP2Config(mp_policy=FP32))
     pipeline: PipelineConfig | None = None
     packed: bool = True
-    objective: Any = field(default_factory=SFT)
+    objective: Objective = field(default_factory=SFT)
     num_microbatches: int = NUM_MICROBATCHES
     lora: LoRAConfig | None = None
     compute_dtype: str | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -69,7 +68,7 @@ class Accounting:
 
     storage: MemoryTraits
     layout: Layout
-    optimizer: Any
+    optimizer: OptimizerNode
     num_microbatches: int
     over_tp: frozenset[nn.Parameter] = frozenset()
     """Parameters that tensor parallelism cuts."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
+from automodel_cli.training.optimizers.build import OptimizerNode
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PlanRequest:
     model: ModelConfig
     layout: Layout
     parallelizer: Strategy
-    optimizer: Any
+    optimizer: OptimizerNode
     pipeline: PipelineConfig | None
     rows: int
     num_microbatches: int
