@@ -293,6 +293,18 @@ def test_a_pipeline_takes_as_long_as_its_slowest_rank_works_and_waits() -> None:
 
 
 @pytest.mark.slow
+def test_no_layer_below_the_lowest_trained_one_has_a_backward_in_any_stage() -> None:
+    """The second of two stages has layers 2 and 3. Freezing layer 2 saves the gradients of its weights and inputs."""
+    layout = ("mesh.pp_size=2", "pipeline=1f1b", "model.config.num_hidden_layers=4", *_PLAIN[1:])
+    frozen = ("train.freeze=[embed_tokens,'layers.[01]']", "train.freeze=[embed_tokens,'layers.[0-2]']")
+    trained, half = (traced("llama3_8b_tp2cp2_tiny", 2, 1, *layout, one, document=32) for one in frozen)
+    layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 192
+    tokens = half.measured_microbatches * half.tokens_per_microbatch
+    assert 1 < (trained.flops - half.flops) / (tokens * 4 * layer) < 1.1  # and attention
+    assert half.plan == pytest.approx(half.peak, rel=0.05)
+
+
+@pytest.mark.slow
 def test_products_of_8_bits_are_counted_at_twice_the_speed_and_keep_what_others_keep() -> None:
     """Four a linear layer: forward and its repetition, gradients of inputs and of the weight. Two casts each."""
     options = (*_PLAIN, *_BF16, "parallelizer.activation_checkpointing=full")
