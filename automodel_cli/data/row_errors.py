@@ -21,19 +21,22 @@ DAMAGED = "damaged_file"
 
 
 class RowError(Exception):
-    """A row cannot be used. Rows are grouped by `code`. `fix` is a pasteable remedy, `raw` the unparsed text."""
+    """A row cannot be used. Rows are grouped by `code`. `fix` is a pasteable remedy, `raw` the unparsed text, `file`
+    the picture that cannot be read."""
 
-    def __init__(self, code: str, message: str, *, fix: str | None = None, raw: str | None = None):
+    def __init__(
+        self, code: str, message: str, *, fix: str | None = None, raw: str | None = None, file: str | None = None
+    ):
         super().__init__(message)
-        self.code, self.message, self.fix, self.raw = code, message, fix, raw
+        self.code, self.message, self.fix, self.raw, self.file = code, message, fix, raw, file
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep keyword arguments when a worker process sends the error."""
-        return _row_error, (self.code, self.message, self.fix, self.raw)
+        return _row_error, (self.code, self.message, self.fix, self.raw, self.file)
 
 
-def _row_error(code: str, message: str, fix: str | None, raw: str | None) -> RowError:
-    return RowError(code, message, fix=fix, raw=raw)
+def _row_error(code: str, message: str, fix: str | None, raw: str | None, file: str | None) -> RowError:
+    return RowError(code, message, fix=fix, raw=raw, file=file)
 
 
 def attempt(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | RowError:

@@ -190,10 +190,11 @@ class ModelPart(nn.Module):
             # Full rows on every rank: a picture may lie on the boundary of two ranks.
             found = self.front(ids_BT, pictures)
         is_shown_BT = ids_BT == pictures.placeholder
+        runs = None if self.two_way is None else PictureRuns.of(is_shown_BT, self.two_way, context)
         if context is not None:
             found, is_shown_BT = shares.of_context(found, is_shown_BT, context)
-        if self.two_way is not None:
-            found["picture_runs"] = PictureRuns.of(is_shown_BT, self.two_way)
+        if runs is not None:
+            found["picture_runs"] = runs
         return found if self._token_shards is None else shares.of_layers(found, is_shown_BT, self._token_shards)
 
     def units_around_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -238,14 +239,11 @@ class ModelPart(nn.Module):
 
         Raises ConfigError if attention does not support context parallelism.
         """
-        attention, reason = self.model.config._attn_implementation, None
+        attention = self.model.config._attn_implementation
         if recurrent_layers.runs_by_document(self.model):
-            reason = "runs its attention document by document on full rows"
-        elif self.two_way is not None:
-            reason = "lets the tokens of a picture see each other in both directions"
-        if reason is not None:
             raise ConfigError(
-                f"mesh.cp_size={group.size} is not supported because {type(self.model).__name__} {reason}",
+                f"mesh.cp_size={group.size} is not supported because {type(self.model).__name__} runs its attention "
+                "document by document on full rows",
                 code="not_supported_by_model",
                 keys=("mesh.cp_size",),
                 fix="mesh.cp_size=1",

@@ -56,7 +56,6 @@ def test_tokens_and_layers_with_pictures_on_two_ranks():
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two ranks", "four ranks"])
 def test_all_layouts_give_the_numbers_of_one_process(kind: str, world: int, cases: dict[str, Case]):
     absent = [] if kind.endswith("moe") else ["ep"]
-    absent += ["cp"] if kind == "gemma3" else []  # tokens of a picture see each other in both directions
     _check(kind, world, {name: case for name, case in cases.items() if not any(axis in name for axis in absent)})
 
 
@@ -84,7 +83,6 @@ def test_pairs_with_pictures_and_a_reference_model_on_two_ranks():
 )
 def test_pairs_with_pictures_under_all_layouts(kind: str, shared: bool):
     absent = [] if kind.endswith("moe") else ["ep"]
-    absent += ["cp"] if kind == "gemma3" else []
     cases = {name: case for name, case in TWO.items() if not any(axis in name for axis in absent)}
     found = launch(partial(vision_pair_cases.compare, shared=shared), 2, kind, list(cases.values()))
     for name, errors in zip(cases, found, strict=True):

@@ -71,8 +71,8 @@ def test_layouts_train_and_export_as_one_rank(kind: str, tmp_path: Path):
     layouts = {
         "pp": ("mesh.pp_size=2", "pipeline=1f1b"),
         "tp": ("mesh.tp_size=2", "parallelizer.sequence_parallel=true", "data.pad_to_multiple_of=2"),
+        "cp": ("mesh.cp_size=2",),
     }
-    layouts |= {} if kind == "gemma3" else {"cp": ("mesh.cp_size=2",)}
     layouts |= {"ep": ("mesh.ep_size=2",)} if kind.endswith("moe") else {}
     one, weights = _train(tmp_path, "one"), tensors(tmp_path / "runs/one/export")
     for name, overrides in layouts.items():
@@ -83,14 +83,6 @@ def test_layouts_train_and_export_as_one_rank(kind: str, tmp_path: Path):
         assert exported.keys() == weights.keys(), name
         assert max((exported[key] - weights[key]).abs().max().item() for key in weights) < 2e-4, name
         AutoModelForImageTextToText.from_pretrained(tmp_path / "runs" / name / "export")
-
-
-@pytest.mark.slow
-def test_context_parallelism_is_refused_if_pictures_are_seen_in_both_directions(tmp_path: Path):
-    _project(tmp_path, "gemma3")
-    done = automodel(tmp_path, "finetune", "vlm", "-c", "tiny.yaml", "mesh.cp_size=2")
-    assert done.returncode != 0
-    assert_error(done.stdout + done.stderr, "not_supported_by_model", "mesh.cp_size")
 
 
 def test_a_first_stage_without_the_layers_of_pictures_is_refused(tmp_path: Path):

@@ -42,7 +42,11 @@ def read_picture(value: object, folder: str, max_pixels: int) -> Picture:
         RowError: there is no such picture, or it cannot be read.
     """
     data, path = _content(value, folder)
-    height, width = _size(data, max_pixels)
+    try:
+        height, width = _size(data, max_pixels)
+    except RowError as error:
+        error.file = path
+        raise
     return Picture(key_of(data), height, width, path, None if path is not None else data)
 
 
@@ -68,18 +72,20 @@ def _content(value: object, folder: str) -> tuple[bytes, str | None]:
         if not head.endswith(";base64"):
             raise RowError("bad_picture", "the picture is a data: URL without base64")
         return _decoded(body), None
-    path = os.path.join(folder, value.removeprefix("file://"))
+    path = os.path.abspath(os.path.join(folder, value.removeprefix("file://")))
     if os.path.isfile(path):
         if (size := os.path.getsize(path)) > MAX_BYTES:
-            raise RowError("huge_picture", f"{value} has {size >> 20} MiB, more than {MAX_BYTES >> 20}")
-        return Path(path).read_bytes(), os.path.abspath(path)
+            raise RowError("huge_picture", f"{value} has {size >> 20} MiB, more than {MAX_BYTES >> 20}", file=path)
+        return Path(path).read_bytes(), path
     # The base64 text of a JPEG begins with `/9j/`, as a path could.
     if len(value) >= _SHORTEST_BASE64 and not len(value) % 4 and _BASE64.fullmatch(value):
         return _decoded(value), None
     raise RowError(
         "no_picture",
-        f"the picture {value[:80]} does not exist (folder: {folder or '.'})",
+        f"the picture {value[:80]} {'is a folder' if os.path.isdir(path) else 'does not exist'} "
+        f"(data.media_dir={folder or '.'})",
         fix="data.media_dir=<folder of the pictures>",
+        file=path,
     )
 
 
@@ -98,11 +104,10 @@ def _opened(data: bytes, max_pixels: int | None) -> PIL_Image.Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image: PIL_Image.Image = Image.open(io.BytesIO(data))
     except UnidentifiedImageError as error:
-        raise RowError(
-            "bad_picture", f"the picture has {len(data)} bytes of no known format, starting with {data[:8]!r}"
-        ) from error
+        start = f", starting with {data[:8]!r}" if data else ""
+        raise RowError("no_picture_format", f"the picture has {len(data)} bytes of no known format{start}") from error
     except Image.DecompressionBombError as error:
-        raise RowError("huge_picture", str(error)) from error
+        raise RowError("huge_picture", f"the picture is too large to be opened. {error}") from error
     except Exception as error:  # decoders raise any class
         raise RowError("bad_picture", f"the picture cannot be opened: {type(error).__name__}: {error}") from error
     width, height = image.size

@@ -95,7 +95,7 @@ class PictureRows:
         except RowError as error:
             if isinstance(value, str) and len(value) <= _LONGEST_NAME and value not in error.message:
                 where += f" ({value})"
-            raise RowError(error.code, f"{where}: {error.message}", fix=error.fix) from error
+            raise RowError(error.code, f"{where}: {error.message}", fix=error.fix, file=error.file) from error
 
 
 class _Walk:

@@ -45,14 +45,17 @@ class PictureWriter:
         self._splits.append(num_first)
         self._index.extend(self._number(picture) for picture in pictures)
 
+    def watch(self, path: str) -> None:
+        """Prepare the data again when this file of a rejected row changes."""
+        self._paths.append([path, *_status(path)])
+
     def _number(self, picture: Picture) -> int:
         if picture.key not in self._numbers:
             self._numbers[picture.key] = len(self._rows)
             path, start, length = -1, 0, 0
             if picture.path is not None:
-                status = os.stat(picture.path)
                 path = len(self._paths)
-                self._paths.append([picture.path, status.st_size, status.st_mtime_ns])
+                self.watch(picture.path)
             else:
                 assert picture.data is not None, "a picture has a path or data"
                 start, length = self._file.tell(), len(picture.data)
@@ -76,7 +79,7 @@ class PictureTable:
 
     Attributes:
         rows: one record per content.
-        paths: path, size and modification time of contents in files.
+        paths: path, size and modification time of contents in files, and of unreadable pictures.
         offsets: document d shows the pictures `index[offsets[d]:offsets[d + 1]]`.
         splits: how many of them belong to the first of two concatenated documents.
     """
@@ -163,7 +166,7 @@ class PictureList:
 def _status(path: str) -> tuple[int, int]:
     try:
         status = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):  # the latter: a null character in the path
         return -1, -1
     return status.st_size, status.st_mtime_ns
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -397,6 +398,7 @@ class DataBuilder:
             fmt=meta["format"],
             num_rows=meta["num_rows"],
             num_rejected=meta["num_rejected"],
+            rejected_codes=dict(Counter(row.code for row in part.tokens.rejected()).most_common()),
             rejected_path=str(part.tokens.folder / "rejected.jsonl"),
             num_documents=counts["num_documents"],
             num_tokens=counts["num_tokens"],

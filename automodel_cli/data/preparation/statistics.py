@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MANY = 0.01
@@ -114,6 +114,7 @@ class SourceReport:
     fmt: str
     num_rows: int
     num_rejected: int
+    rejected_codes: Mapping[str, int]
     rejected_path: str
     num_documents: int
     num_tokens: int
@@ -136,8 +137,11 @@ class SourceReport:
     def lines(self) -> Iterable[str]:
         """Yield one line each for rows, tokens and packing, and one for each warning."""
         use = f", {self.use}" if self.use else ""
-        refused = f", {self.num_rejected:,} rejected -> {self.rejected_path}" if self.num_rejected else ""
+        refused = f", {self.num_rejected:,} rejected" if self.num_rejected else ""
         yield f"{self.name}: {self.num_rows:,} rows ({self.fmt}){refused}{use}"
+        if self.num_rejected:
+            codes = ", ".join(f"{count:,} {code}" for code, count in self.rejected_codes.items())
+            yield f"  rejected: {codes} -> {self.rejected_path}"
         if self.note:
             yield f"  {self.note}"
         if self.unused:

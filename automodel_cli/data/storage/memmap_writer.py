@@ -71,6 +71,8 @@ def write_tokens(
                 origin = next(place)
                 if isinstance(item, RowError):
                     rejected.append(_reject(item, origin, meta["files"][origin.file]))
+                    if pictures is not None and item.file is not None:
+                        pictures.watch(item.file)
                     continue
                 documents = split_documents(item)
                 good += documents

@@ -15,8 +15,9 @@ caps, attention sinks, and values of another width than keys (latent attention).
 | CUDA | soft cap, fp32, other head widths, pictures seen in both directions | FlexAttention over the whole batch |
 | any | everything else | dense softmax over documents of similar length, with a warning |
 
-With context parallelism, queries are local, and keys and values are gathered or travel around a ring. The CUDA paths
-have NEVER been run on a GPU. Only operator signatures were checked. Run tests/gpu before you rely on them.
+With context parallelism, queries are local, and keys and values are gathered or travel around a ring. Layers that see
+pictures in both directions always gather them. The CUDA paths have NEVER been run on a GPU. Only operator signatures
+were checked. Run tests/gpu before you rely on them.
 
 Shapes: B rows, T tokens, H query heads, K KV heads, D head width, V value width, N = B*T tokens, M keys.
 """
@@ -131,7 +132,7 @@ def packed_attention(
     rows, length = query_BHTD.shape[0], query_BHTD.shape[2]
     setting = Setting(scale, sliding_window, softcap, way)
     if picture_runs is not None and picture_runs.rule(sliding_window) != "causal":
-        assert context is None and key_index is None, "checked when the model is built"
+        assert key_index is None, "checked when the model is built"
         inputs = (query_BHTD, key_BKTD, value_BKTV, s_aux, setting)
         return _two_way(*inputs, picture_runs, cu_seq_lens_q), None
     on_host = way == "dense" or (way != "flex" and query_BHTD.device.type == "cpu")  # no kernel groups the documents
@@ -187,18 +188,20 @@ def _two_way(
 
     On CUDA by FlexAttention, because flash kernels are causal. Otherwise with a mask of the rows.
     """
+    key_BKTD, value_BKTV = runs.whole_rows(key_BKTD), runs.whole_rows(value_BKTV)
     rows, heads, length, _ = query_BHTD.shape
     on_cpu = query_BHTD.device.type == "cpu"
     no_flex = "" if on_cpu else attention_flex.why_flex_unsupported(query_BHTD, value_BKTV, setting.softcap)
     if no_flex:
         setting = setting._replace(way="dense")
         reason = f"flash kernels are causal, and FlexAttention is not available because {no_flex}"
-        warn_dense(reason, lambda: heads * rows * length**2 * dense.dense_bytes(query_BHTD.dtype, setting.softcap))
+        pairs = rows * length * key_BKTD.shape[2]
+        warn_dense(reason, lambda: heads * pairs * dense.dense_bytes(query_BHTD.dtype, setting.softcap))
     if on_cpu or no_flex:
         kernel = kernel_of(sink_H, setting)
-        mask = runs.mask(cu_seq_lens, rows, length, setting.window, query_BHTD.dtype)
+        mask = runs.mask(cu_seq_lens, setting.window, query_BHTD.dtype)
         return in_rows(kernel, query_BHTD, key_BKTD, value_BKTV, mask)
-    visible = runs.visible_to(cu_seq_lens, rows, length, setting.window)
+    visible = runs.visible_to(cu_seq_lens, setting.window)
     q_NHD, k_MKD, v_MKV = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTV))
     inputs = (q_NHD, k_MKD, v_MKV, sink_H, visible, setting.window, setting.scale, setting.softcap)
     result: Tensor = attention_flex.flex_packed_attention(*inputs).unflatten(0, (rows, length))

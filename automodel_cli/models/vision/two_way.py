@@ -82,6 +82,5 @@ def _rule(mask_1BTT: Tensor, is_shown_BT: Tensor, window: int | None) -> Rule:
 
 def visible_by(rule: Rule, is_shown_BT: Tensor, window: int | None) -> Tensor:
     """Return `[T, T]`: which keys each query of one document sees."""
-    tokens = is_shown_BT.shape[1]
     runs = PictureRuns.of(is_shown_BT & (rule != "causal"), TwoWay(rule, rule))
-    return runs.mask(None, 1, tokens, window, torch.float32)[0, 0] == 0
+    return runs.mask(None, window, torch.float32)[0, 0] == 0

@@ -67,8 +67,11 @@ def test_a_truncated_file_is_refused(kind: str):
 def test_bombs_and_unknown_formats_are_refused():
     with raises(RowError, "huge_picture", values=(200,)):
         read_picture(encoded(Image.new("1", (200, 200))), "", MOST)
-    with raises(RowError, "bad_picture"):
-        read_picture(b"no picture at all", "", MOST)
+    with raises(RowError, "huge_picture", values=(900_000_000,)):
+        read_picture(encoded(Image.new("1", (30_000, 30_000))), "", MOST)
+    for data in (b"no picture at all", b""):
+        with raises(RowError, "no_picture_format"):
+            read_picture(data, "", MOST)
 
 
 def test_every_way_to_give_a_picture(tmp_path: Path):
@@ -99,6 +102,7 @@ def test_base64_of_a_jpeg_is_no_path(tmp_path: Path):
     [
         ("https://example.com/a.png", "picture_url"),
         ("missing.png", "no_picture"),
+        (".", "no_picture"),
         ("data:image/png,abc", "bad_picture"),
         (17, "no_picture"),
         ({"size": 3}, "no_picture"),

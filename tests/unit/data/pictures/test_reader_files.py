@@ -54,7 +54,7 @@ def test_image_features_of_tables_reach_the_model(kind: str, tmp_path: Path):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_one_percent_of_damaged_files_is_refused_by_name_or_left_out(tmp_path: Path):
+def test_damaged_files_are_refused_by_name_or_left_out_until_they_are_repaired(tmp_path: Path):
     number, rng = 300, random.Random(0)
     contents = [encoded(noise(16, 16, seed), "JPEG") for seed in range(5)]
     png = encoded(noise(40, 40, 9))
@@ -79,9 +79,15 @@ def test_one_percent_of_damaged_files_is_refused_by_name_or_left_out(tmp_path: P
     assert report.num_rejected == len(bad) and report.num_documents == number - len(bad)
     rejected = [json.loads(line) for line in Path(report.rejected_path).read_text().splitlines()]
     assert {item["line"] - 1 for item in rejected} == set(bad)
-    assert Counter(item["code"] for item in rejected) == {"bad_picture": 4, "no_picture": 1}
+    assert Counter(item["code"] for item in rejected) == report.rejected_codes
+    assert report.rejected_codes == {"bad_picture": 2, "no_picture_format": 2, "no_picture": 1}
     for item in rejected:
         assert "images[1]" in item["message"] and f"{item['line'] - 1}.jpg" in item["message"]
+
+    for index in bad:  # the rows are those of before, only the pictures are repaired
+        (tmp_path / f"{index}.jpg").write_bytes(contents[0])
+    data, _ = prepared(tmp_path, tmp_path / "rows.jsonl")
+    assert data.report.train[0].num_documents == number
 
 
 def test_rows_of_a_step_are_dealt_by_tokens_and_the_work_of_pictures(tmp_path: Path):

@@ -214,7 +214,7 @@ def test_dropped_rows_are_kept_aside_and_counted(config):
         ("train.jsonl", 3, "not_json", "not json"),
         ("train.jsonl", 43, "no_label_token", {"messages": [{"role": "user", "content": "x"}]}),
     ]
-    assert f"3 rejected -> {report.rejected_path}" in prepared.report.lines()[0]
+    assert f"-> {report.rejected_path}" in prepared.report.lines()[1]
 
 
 def test_data_without_any_usable_row_is_refused(config, tmp_path):

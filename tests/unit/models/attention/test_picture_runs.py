@@ -67,7 +67,7 @@ def test_blocks_of_flex_attention_contain_the_same_pairs(window: int | None):
     shown = torch.zeros(ROWS * TOKENS, dtype=torch.bool)
     shown[IMAGES] = True
     visible = PictureRuns.of(shown.view(ROWS, TOKENS), rules).visible_to(
-        torch.tensor(BOUNDS, dtype=torch.int32), ROWS, TOKENS, window
+        torch.tensor(BOUNDS, dtype=torch.int32), window
     )
     index = torch.arange(ROWS * TOKENS)
     pairs = visible.blocks.mask_mod(None, None, index[:, None], index[None])
