@@ -19,6 +19,7 @@ from automodel_cli.config.errors import ConfigError
 _SERVERS = ("transformers", "vllm")
 _NAME_OPTION = "--served-model-name"
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_VIDEO_FILE = "video_preprocessor_config.json"
 _PHOTO = "PHOTO"
 
 
@@ -105,6 +106,12 @@ def _command(
         message, fix = (
             "--with transformers needs the packages fastapi and uvicorn",
             "pip install 'transformers[serving]'",
+        )
+        raise ConfigError(message, code="missing_package", keys=("--with",), fix=fix)
+    if not dry_run and (export / _VIDEO_FILE).is_file() and importlib.util.find_spec("torchvision") is None:
+        message, fix = (
+            f"--with transformers loads {_VIDEO_FILE} of the export, which needs the package torchvision",
+            "pip install torchvision",
         )
         raise ConfigError(message, code="missing_package", keys=("--with",), fix=fix)
     executable = Path(sys.executable).with_name("transformers")

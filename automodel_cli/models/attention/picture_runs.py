@@ -104,7 +104,8 @@ class PictureRuns:
         if self.context is None:
             return x_BKtD
         gathered_NKD = self.context.group.gather(x_BKtD.transpose(1, 2).flatten(0, 1))
-        return gathered_NKD[self.context.gathered_index()].unflatten(0, self.shape).transpose(1, 2)
+        whole_BTKD: Tensor = gathered_NKD[self.context.gathered_index()].unflatten(0, self.shape)
+        return whole_BTKD.transpose(1, 2)
 
     def _interval(self, cu: Tensor, num_tokens: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the lowest and highest visible position of each token, and its own."""

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from automodel_cli.cli.main import COMMANDS, cli, run
 from automodel_cli.config import bundled_recipes
 from tests import warm
-from tests.errors import assert_error
+from tests.errors import assert_error, raises
 
 HERE = Path(__file__).parents[1]
 TOY = """\
@@ -375,6 +375,19 @@ def test_serve_dry_run_needs_no_server(monkeypatch: pytest.MonkeyPatch, server: 
     named = ["a"] if server == "transformers" else ["runs/a/export", "--served-model-name", "a"]
     assert command[0].endswith(server)
     assert command[1:] == ["serve", *named, "--host", "127.0.0.1", "--port", "8000", "--x"]
+
+
+def test_serving_a_processor_of_videos_needs_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from automodel_cli.cli import serve
+    from automodel_cli.config.errors import ConfigError
+
+    (tmp_path / "video_preprocessor_config.json").write_text("{}")
+    found = {"fastapi": True, "uvicorn": True, "torchvision": None}
+    monkeypatch.setattr(serve.importlib.util, "find_spec", found.get)
+    with raises(ConfigError, "missing_package", values=("torchvision",)):
+        serve._command("transformers", tmp_path, "a", ("127.0.0.1", 8000, ()))
+    found["torchvision"] = True
+    serve._command("transformers", tmp_path, "a", ("127.0.0.1", 8000, ()))
 
 
 @pytest.mark.parametrize(
