@@ -193,7 +193,17 @@ def joined(layer: AdapterLayer, adapter: str = ADAPTER) -> tuple[Tensor, Tensor]
     a, b = (transformers_compat.full_tensor(param) for param in _params(layer, adapter))
     if adapter == _INITIAL or not has_initial(layer):
         return a, b
-    a0, b0 = joined(layer, _INITIAL)
+    return _difference((a, b), joined(layer, _INITIAL))
+
+
+def local_factors(layer: AdapterLayer) -> tuple[Tensor, Tensor]:
+    """Return A and B as `joined`, of the parameters as they are, inside autograd."""
+    own = _params(layer, ADAPTER)
+    return own if not has_initial(layer) else _difference(own, _params(layer, _INITIAL))
+
+
+def _difference(trained: tuple[Tensor, Tensor], initial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    (a, b), (a0, b0) = trained, initial
     # [B, -B0] [A; A0] = B A - B0 A0: the difference as one product, of rank 2 r.
     return torch.cat([a, a0]), torch.cat([b, -b0], 1)
 

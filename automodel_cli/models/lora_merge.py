@@ -16,11 +16,16 @@ def scale(layer: AdapterLayer) -> float:
     return factor
 
 
+def factors(layer: AdapterLayer) -> tuple[Tensor, Tensor, float]:
+    """Return full A `[R, I]` and B `[O, R]`, and the scale of their product. Collective if adapters are sharded."""
+    return *lora_init.joined(layer), scale(layer)
+
+
 def delta(layer: AdapterLayer) -> Tensor:
     """Return the full fp32 update of a wrapped layer. Collective if adapters are sharded."""
-    a, b = lora_init.joined(layer)
+    a, b, factor = factors(layer)
     # (O, R) x (R, I) -> (O, I).
-    update = (b.float() @ a.float()) * scale(layer)
+    update = (b.float() @ a.float()) * factor
     return update.T if lora_targets.is_transposed(layer) else update
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import NameList, check_entries, endings, ends_in
 from automodel_cli.config.value_checks import require_package
 from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.distributed.qat.formats import Format
-from automodel_cli.distributed.qat.linear import FakeQuantization, convert_to_qat
+from automodel_cli.distributed.qat.linear import QATLinear, convert_to_qat
+from automodel_cli.distributed.qat.settings import FakeQuantization, LowRank
 from automodel_cli.distributed.typed_torch import modules_of
+from automodel_cli.models import lora, lora_dora, lora_init, lora_merge
+from automodel_cli.models.lora_layer import AdapterLayer
 from automodel_cli.models.lora_targets import bypassed, shared
 from automodel_cli.models.qat_config import QATConfig
 
@@ -33,6 +37,13 @@ def convert_layers(model: PreTrainedModel, config: QATConfig, read_dtype: torch.
 
     Raises ConfigError for a model with experts, if no layer is left to quantize, and for a name that no layer has.
     """
+    with lora.bare(model):
+        _convert_linear(model, config, read_dtype)
+    for name, wrapper in lora.wrappers(model):
+        _convert_adapter(name, wrapper)
+
+
+def _convert_linear(model: PreTrainedModel, config: QATConfig, read_dtype: torch.dtype) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if config.export == "compressed-tensors":
@@ -68,6 +79,37 @@ def convert_layers(model: PreTrainedModel, config: QATConfig, read_dtype: torch.
     for name, child in chosen.items():
         convert_to_qat(child, quantization, _joined(model, name, chosen))
     logger.info("qat %s: %d linear layers%s", config.weight_dtype, len(chosen), left)
+
+
+def _convert_adapter(name: str, wrapper: AdapterLayer) -> None:
+    """Add the update of an adapter to the weight of its quantized layer before rounding, as its merged export does."""
+    base = wrapper.get_base_layer()
+    if not isinstance(base, QATLinear):
+        return
+    if lora_dora.has_magnitude(wrapper):
+        raise _refused(f"{name} has an adapter with DoRA, whose norms are those of the unquantized rows")
+    base.adapter = partial(_low_rank, wrapper)
+    kind: Any = type(wrapper)
+    wrapper.__class__ = _merging_class(kind)
+
+
+def _low_rank(wrapper: AdapterLayer) -> LowRank:
+    return LowRank(*lora_init.local_factors(wrapper), lora_merge.scale(wrapper))
+
+
+@cache
+def _merging_class(kind: Any) -> Any:
+    return type(f"QAT{kind.__name__}", (_Merging, kind), {})
+
+
+class _Merging(AdapterLayer):
+    """Forward of an adapter whose base layer adds the update to its weight, mixed into the class of the adapter."""
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        base = self.base_layer
+        assert isinstance(base, QATLinear), "its class was set for this reason"
+        y: Tensor = base(x) if base.qat.active else super().forward(x, *args, **kwargs)
+        return y
 
 
 def _joined(model: nn.Module, name: str, chosen: dict[str, nn.Linear]) -> list[nn.Module]:

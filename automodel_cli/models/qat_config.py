@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_choice, check_range
+from automodel_cli.models.lora_config import LoRAConfig
 
 _WEIGHTS = ("int4", "int8", "fp8", "mxfp4", "nvfp4")
 _ACTIVATIONS = {"int4": ("int8", "fp8"), "int8": ("int8",), "fp8": ("fp8",)}
@@ -99,7 +100,6 @@ def check_qat_model(model: Any) -> None:
     reasons = {
         "fp8": "both round the weights of linear layers",
         "transformer_engine": "its linear layers compute with weights of their own",
-        "lora": "the merged weight that is quantized exists only after training (docs/methods/qat.md)",
         "mtp": "exports of quantized checkpoints have no multi-token-prediction layers",
         "vision": "the export of a vision-language model keeps the config of the original",
     }
@@ -110,4 +110,26 @@ def check_qat_model(model: Any) -> None:
                 code="unsupported_combination",
                 keys=("qat", name),
                 fix=f"model.{name}=null, or model.qat=null",
+            )
+    if model.lora is not None:
+        _check_lora(model.lora)
+
+
+def _check_lora(lora: LoRAConfig) -> None:
+    """Raise ConfigError for adapters that are no part of one quantized weight."""
+    reasons = {
+        "dropout": (0.0, "dropout acts on the inputs of the adapter, but its weight is a part of the quantized weight"),
+        "use_dora": (False, "DoRA's norms are those of the unquantized rows"),
+        "quantization": ("none", "the base would be rounded twice"),
+        "target_parameters": (None, "adapters on experts are multiplied without their weights"),
+    }
+    for name, (usual, reason) in reasons.items():
+        value = getattr(lora, name)
+        if value != usual:
+            default = "null" if usual is None else str(usual).lower()
+            raise ConfigError(
+                f"lora.{name}={value} is not supported with qat, because {reason}",
+                code="unsupported_combination",
+                keys=(f"lora.{name}", "qat"),
+                fix=f"model.lora.{name}={default}",
             )

@@ -153,7 +153,9 @@ def _write(
         stop_ids=stop_ids,
         trained=True,
     )
-    if recipe.model.lora is not None and recipe.score_head is None:  # adapters without a head have no score
+    # Adapters without a head have no score. Those of a quantized export are trained as a part of its weights.
+    is_quantized = recipe.model.qat is not None and recipe.model.qat.export != "plain"
+    if recipe.model.lora is not None and recipe.score_head is None and not is_quantized:
         save_adapters(
             model.parts,
             recipe.model.lora,

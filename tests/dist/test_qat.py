@@ -12,8 +12,10 @@ from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.qat_config import QATConfig
 from automodel_cli.objectives.sft import SFT
+from automodel_cli.parity import lora_reference
 from automodel_cli.parity.batches import step_batches
 from automodel_cli.parity.cases import FP32, Case
 from automodel_cli.parity.compare import GradientRecorder, build_parity_stages
@@ -31,6 +33,10 @@ FORMATS = {
     "fp8": replace(INT4, qat=QATConfig("fp8", "fp8", export="plain")),
     "mxfp4": replace(INT4, qat=QATConfig("mxfp4", export="plain")),
     "nvfp4": replace(INT4, qat=QATConfig("nvfp4", export="plain")),
+}
+
+ADAPTERS = {
+    f"{name}, lora": replace(FORMATS[name], lora=LoRAConfig(rank=4, alpha=6.0)) for name in ("int4", "mxfp4", "nvfp4")
 }
 
 
@@ -51,6 +57,15 @@ SHARED = {
     "tp": ("int4", over(INT4, tp_size=2)),
     "tp, sequences too": ("nvfp4", over(FORMATS["nvfp4"], tp_size=2, sequence_parallel=True)),
     "tp, rows in two shards": ("int8 weights", over(replace(INT4, qat=QATConfig("int8", export="plain")), tp_size=2)),
+    "lora, fsdp2, recomputed": ("int4, lora", over(ADAPTERS["int4, lora"], dp_size=2, recompute="full")),
+    "lora, ddp": ("int4, lora", replace(over(ADAPTERS["int4, lora"], dp_size=2), parallelizer=DDPConfig())),
+    "lora, pp, split backward": (
+        "int4, lora",
+        over(ADAPTERS["int4, lora"], pp_size=2, pipeline=PipelineConfig(schedule="zb_h1")),
+    ),
+    "lora, cp": ("mxfp4, lora", over(ADAPTERS["mxfp4, lora"], cp_size=2)),
+    "lora, tp": ("int4, lora", over(ADAPTERS["int4, lora"], tp_size=2)),
+    "lora, tp, sequences too": ("nvfp4, lora", over(ADAPTERS["nvfp4, lora"], tp_size=2, sequence_parallel=True)),
 }
 """Layouts of two ranks: the row of one process, and their own."""
 FLIPS = {
@@ -59,7 +74,7 @@ FLIPS = {
     "cp, inputs": ("fp8", over(FORMATS["fp8"], cp_size=2)),
 }
 """The same with inputs that differ in their last bits and may round to the next code."""
-ALONE = {**FORMATS, "int8 weights": SHARED["tp, rows in two shards"][1], "without": replace(INT4, qat=None)}
+ALONE = {**FORMATS, **ADAPTERS, "int8 weights": SHARED["tp, rows in two shards"][1], "without": replace(INT4, qat=None)}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +91,7 @@ def steps(rank, world, original, rows):
         every = step_batches(packed=True, count=row.num_microbatches)
         count = len(every) // mesh.dp_size
         stages = build_parity_stages(original, row, mesh)
+        adapters = {} if row.lora is None else lora_reference.put_in(stages.parts)
         streamed = {}
         if row.qat is not None:
             for bucket in iter_hf_weights(stages.parts, device="cpu", pp_group=stages.pp_group, quantized=True):
@@ -84,7 +100,7 @@ def steps(rank, world, original, rows):
         result = train_step(
             stages, every[mesh.dp_rank * count :][:count], row.objective, recorder, mesh, max_grad_norm=None
         )
-        found[name] = result.loss.item(), result.grad_norm.item(), recorder.gradients, streamed
+        found[name] = result.loss.item(), result.grad_norm.item(), recorder.gradients, streamed, adapters
     return found
 
 
@@ -127,23 +143,47 @@ def test_the_export_does_not_depend_on_the_layout(name, found):
     assert got == want
 
 
-def test_one_process_has_the_gradients_of_a_model_whose_weights_torchao_rounds(found, original):
+class Rounded(torch.nn.Linear):
+    """Rounds its weight, and the update of an adapter with it, with torchao in fp32."""
+
+    adapter = None
+
+    def forward(self, x):
+        from torchao.quantization.qat.utils import _fake_quantize_per_channel_group
+        from torchao.quantization.utils import get_group_qparams_symmetric
+
+        weight = self.weight
+        if self.adapter is not None:
+            weight = weight + self.adapter.scale * self.lora_B["default"].weight @ self.lora_A["default"].weight
+        weight = weight.float()
+        scales, zeros = get_group_qparams_symmetric(weight, 4, 16, torch.bfloat16)
+        rounded = _fake_quantize_per_channel_group(weight, scales.float(), zeros.float(), -8, 7, 16)
+        return F.linear(x, rounded.to(x.dtype))
+
+    def add(self, adapter):
+        """Add an adapter, and subtract its update from the weight as the parity rows do."""
+        self.adapter = adapter
+        for name, matrix in (("lora_A", adapter.a), ("lora_B", adapter.b)):
+            layer = torch.nn.Linear(*matrix.shape[::-1], bias=False)
+            layer.weight = torch.nn.Parameter(matrix)
+            setattr(self, name, torch.nn.ModuleDict({"default": layer}))
+        with torch.no_grad():
+            self.weight -= (adapter.b.double() @ adapter.a.double() * adapter.scale).float()
+
+
+@pytest.mark.parametrize("name", ["int4", "int4, lora"])
+def test_one_process_has_the_gradients_of_a_model_whose_weights_torchao_rounds(name, found, original):
     pytest.importorskip("torchao")
-    from torchao.quantization.qat.utils import _fake_quantize_per_channel_group
-    from torchao.quantization.utils import get_group_qparams_symmetric
     from transformers import AutoModelForCausalLM
 
-    class Rounded(torch.nn.Linear):
-        def forward(self, x):
-            scales, zeros = get_group_qparams_symmetric(self.weight, 4, 16, torch.bfloat16)
-            weight = _fake_quantize_per_channel_group(self.weight, scales.float(), zeros.float(), -8, 7, 16)
-            return F.linear(x, weight)
-
-    model = AutoModelForCausalLM.from_pretrained(original.folder, attn_implementation="eager").train()
-    for layer in model.model.layers:
-        for module in layer.modules():
-            if type(module) is torch.nn.Linear:
-                module.__class__ = Rounded
-    want = one_process(model, step_batches(packed=True, count=NUM_MICROBATCHES), SFT())
     alone, _ = found
-    assert relative(alone["int4"], (want.loss, want.grad_norm, want.gradients)) < 2e-5
+    adapters = alone[name][4]
+    model = AutoModelForCausalLM.from_pretrained(original.folder, attn_implementation="eager").train()
+    model.requires_grad_(not adapters)
+    for path, module in list(model.model.layers.named_modules(prefix="model.layers")):
+        if type(module) is torch.nn.Linear:
+            module.__class__ = Rounded
+            if adapters:
+                module.add(adapters[path])
+    want = one_process(model.double(), step_batches(packed=True, count=NUM_MICROBATCHES), SFT())
+    assert relative(alone[name], (want.loss, want.grad_norm, want.gradients)) < 2e-5

@@ -7,10 +7,16 @@ unquantized parameter. Gradients pass rounding unchanged (straight-through estim
 
 Backward quantizes again, with saved scales. So a layer saves what an unquantized layer saves, and FSDP2 can reshard W.
 
+With an adapter, W is the sum of a frozen weight and a low-rank update, which is formed where it is read::
+
+    W = W0 + s B A       dB = s dW A^T      dA = s B^T dW
+
+dW exists for one layer at a time. Formats without a mask need no dW: dB = s dy^T (Q(x) A^T), dA = s (dy B)^T Q(x).
+
 If tensor parallelism shards the dimension of a scale, the maximum is taken over all its ranks. Every rank then rounds
 as one process would.
 
-Shapes: T tokens, I inputs, O outputs, G groups of a row.
+Shapes: T tokens, I inputs, O outputs, R rank, G groups of a row.
 """
 
 from __future__ import annotations
@@ -18,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -31,48 +36,25 @@ from torch.distributed.tensor import DTensor, Shard
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.float8.quantization import autocast_dtype
-from automodel_cli.distributed.qat.formats import (
-    Format,
-    Scales,
-    fake_quantized,
-    masked,
-    token_scales,
-    weight_scales,
-)
+from automodel_cli.distributed.qat.formats import Scales, fake_quantized, masked, token_scales, weight_scales
+from automodel_cli.distributed.qat.settings import FakeQuantization, LowRank
+from automodel_cli.distributed.replicated_sums import sum_gradient
 from automodel_cli.distributed.sharded_linear import linear_over_tp
 from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 
 
-@dataclass
-class FakeQuantization:
-    """Settings and state that all quantized layers of a model share.
-
-    compute_dtype: weights are rounded to it before they are quantized, whatever shards and stores them.
-    read_dtype: dtype in which a reader of the export has the weights.
-    ignored: names of the linear layers that are not quantized.
-    active: false in the first steps of a run.
-    exports: whether the export is quantized.
-    """
-
-    weights: Format
-    activations: Format | None
-    compute_dtype: torch.dtype = torch.float32
-    read_dtype: torch.dtype = torch.float32
-    ignored: tuple[str, ...] = ()
-    active: bool = True
-    exports: bool = True
-
-    def rounded(self, weight: Tensor) -> Tensor:
-        """Return the weight as the forward pass quantizes it."""
-        return weight.to(self.compute_dtype)
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class QATLinear(nn.Linear):
     """Created by `convert_to_qat`, never constructed."""
 
     qat: FakeQuantization
-    shares: tuple[nn.Module, ...]
+    shares: tuple[QATLinear, ...]
     """Layers that an engine joins with this one, itself included. They have one factor in nvfp4."""
+    adapter: Callable[[], LowRank] | None
+    """Returns the update of the adapter around this layer, with its parameters as they are in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.qat.active:
@@ -84,19 +66,36 @@ class QATLinear(nn.Linear):
         # One factor for q, k and v, because engines load them as one matrix with one factor.
         amax = self.tensor_amax() if self.qat.weights.name == "nvfp4" else None
         if isinstance(weight, DTensor):
-            y = _over_tp(x, weight, self.qat, amax)
+            y = _over_tp(x, weight, self._low_rank(), self.qat, amax)
         else:
-            y = _matmul(x, weight, self.qat, amax, None, None)
+            y = _matmul(x, weight, self._low_rank(), self.qat, amax, None, None)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     @torch.no_grad()
     def tensor_amax(self) -> Tensor:
         """Return the largest absolute value of the weights that share a factor. Collective over tp."""
-        weights = [layer.weight for layer in self.shares]
-        local = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
-        amax = torch.stack([self.qat.rounded(cast(Tensor, w)).float().abs().amax() for w in local]).amax()
+        local = [(_local(layer.weight), layer._low_rank()) for layer in self.shares]
+        amax = torch.stack([self.qat.rounded(w, low_rank).float().abs().amax() for w, low_rank in local]).amax()
         own = self.weight
         return _max_over(own.device_mesh.get_group(), amax) if isinstance(own, DTensor) else amax
+
+    def _low_rank(self) -> LowRank | None:
+        """Return the update of the weight that this rank has."""
+        if self.adapter is None:
+            return None
+        a_RI, b_OR, scale = self.adapter()
+        weight = self.weight
+        if not isinstance(weight, DTensor):
+            return LowRank(a_RI, b_OR, scale)
+        # A rank has the gradient of its shard of W. For a replicated matrix, it is a part of the sum.
+        mesh, (outputs, inputs) = weight.device_mesh, weight.to_local().shape
+        a_RI, b_OR = (
+            matrix.to_local() if isinstance(matrix, DTensor) else sum_gradient(matrix, mesh) for matrix in (a_RI, b_OR)
+        )
+        # Whole, if the layer splits its input itself.
+        a_RI = a_RI if a_RI.shape[1] == inputs else a_RI.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+        b_OR = b_OR if len(b_OR) == outputs else b_OR.chunk(mesh.size())[mesh.get_local_rank()]
+        return LowRank(a_RI, b_OR, scale)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, qat={self.qat.weights.name}"
@@ -105,7 +104,7 @@ class QATLinear(nn.Linear):
 def convert_to_qat(linear: nn.Linear, quantization: FakeQuantization, shares: Sequence[nn.Module] = ()) -> None:
     """Compute this linear layer with fake quantization from now on, in place."""
     linear.__class__ = QATLinear
-    set_attributes(linear, qat=quantization)
+    set_attributes(linear, qat=quantization, adapter=None)
     object.__setattr__(linear, "shares", tuple(shares) or (linear,))
 
 
@@ -151,11 +150,14 @@ def switched(parts: Sequence[nn.Module], *, active: bool, activations: bool = Tr
             layer.qat = quantization
 
 
-def _over_tp(x: Tensor, weight: DTensor, qat: FakeQuantization, amax: Tensor | None) -> Tensor:
+def _over_tp(
+    x: Tensor, weight: DTensor, low_rank: LowRank | None, qat: FakeQuantization, amax: Tensor | None
+) -> Tensor:
     def compute(local_x: Tensor, local_w: Tensor, placement: Shard, mesh: DeviceMesh) -> Tensor:
         # Sharded outputs (dim 0): a rank has complete rows. Sharded inputs (dim 1): a row's maximum is over all ranks.
         group = None if placement.dim == 0 else mesh.get_group()
-        return _matmul(local_x, local_w, qat, amax, group if qat.weights.group_size is None else None, group)
+        rows = group if qat.weights.group_size is None else None
+        return _matmul(local_x, local_w, low_rank, qat, amax, rows, group)
 
     return linear_over_tp(x, weight, compute)
 
@@ -163,13 +165,15 @@ def _over_tp(x: Tensor, weight: DTensor, qat: FakeQuantization, amax: Tensor | N
 def _matmul(
     x: Tensor,
     weight_OI: Tensor,
+    low_rank: LowRank | None,
     qat: FakeQuantization,
     amax: Tensor | None,
     rows: dist.ProcessGroup | None,
     tokens: dist.ProcessGroup | None,
 ) -> Tensor:
     """Multiply. `rows` and `tokens`: groups over which the scales of weights and of inputs are sharded."""
-    y_TO: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI, qat, amax, _over(rows), _over(tokens))
+    update = (None, None, 1.0) if low_rank is None else low_rank
+    y_TO: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI, *update, qat, amax, _over(rows), _over(tokens))
     return y_TO.view(*x.shape[:-1], len(weight_OI))
 
 
@@ -191,41 +195,64 @@ class _Linear(Function):
         ctx: Ctx,
         x_TI: Tensor,
         weight_OI: Tensor,
+        a_RI: Tensor | None,
+        b_OR: Tensor | None,
+        scale: float,
         qat: FakeQuantization,
         amax: Tensor | None,
         over_rows: Callable[[Tensor], Tensor] | None,
         over_tokens: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
-        of_weight = weight_scales(qat.rounded(weight_OI), qat.weights, amax, over_rows)
+        rounded_OI = qat.rounded(weight_OI, _update(a_RI, b_OR, scale))
+        of_weight = weight_scales(rounded_OI, qat.weights, amax, over_rows)
         of_x = None if qat.activations is None else token_scales(x_TI, qat.activations, over_tokens)
-        ctx.qat = qat
+        ctx.qat, ctx.scale = qat, scale
         # Scales are 1 / group of the weight's size. The quantized weight would be a second copy of it per layer.
-        ctx.save_for_backward(x_TI, weight_OI, of_weight.of_groups, None if of_x is None else of_x.of_groups)
-        return _quantized_x(x_TI, qat, of_x) @ _quantized_weight(weight_OI, qat, of_weight).t()
+        scales = of_weight.of_groups, None if of_x is None else of_x.of_groups
+        ctx.save_for_backward(x_TI, weight_OI, a_RI, b_OR, *scales)
+        return _quantized_x(x_TI, qat, of_x) @ _quantized_weight(rounded_OI, qat, of_weight, weight_OI.dtype).t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Ctx, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, weight_OI, groups_OG, groups_T1 = ctx.saved_tensors
+        x_TI, weight_OI, a_RI, b_OR, groups_OG, groups_T1 = ctx.saved_tensors
         qat: FakeQuantization = ctx.qat
-        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        update = _update(a_RI, b_OR, ctx.scale)
+        wants_x, wants_weight, wants_a, wants_b, *_ = ctx.needs_input_grad
         of_weight, of_x = Scales(groups_OG), None if groups_T1 is None else Scales(groups_T1)
+        rounded_OI = qat.rounded(weight_OI, update)
         grad_x = grad_weight = None
         if wants_x:
-            grad_x = grad_TO @ _quantized_weight(weight_OI, qat, of_weight)
+            grad_x = grad_TO @ _quantized_weight(rounded_OI, qat, of_weight, weight_OI.dtype)
             if of_x is not None and qat.activations is not None:
                 grad_x = masked(grad_x, x_TI, qat.activations, of_x)
-        if wants_weight:
+        if wants_weight or ((wants_a or wants_b) and qat.weights.is_integer):
             grad_weight = grad_TO.t() @ _quantized_x(x_TI, qat, of_x)
             # The gradient of Q(W) is passed to W, except where W is outside the range of the codes and Q(W) does not
             # depend on it.
-            grad_weight = masked(grad_weight, qat.rounded(weight_OI), qat.weights, of_weight)
-        return grad_x, grad_weight, None, None, None, None
+            grad_weight = masked(grad_weight, rounded_OI, qat.weights, of_weight)
+        grad_a = grad_b = None
+        if update is not None and (wants_a or wants_b):
+            grad_a, grad_b = _of_update(grad_TO, _quantized_x(x_TI, qat, of_x), grad_weight, update)
+        return grad_x, grad_weight if wants_weight else None, grad_a, grad_b, *[None] * 5
 
 
-def _quantized_weight(weight_OI: Tensor, qat: FakeQuantization, scales: Scales) -> Tensor:
-    read = fake_quantized(qat.rounded(weight_OI), qat.weights, scales, qat.read_dtype)
-    return read.to(weight_OI.dtype)
+def _update(a_RI: Tensor | None, b_OR: Tensor | None, scale: float) -> LowRank | None:
+    return None if a_RI is None or b_OR is None else LowRank(a_RI, b_OR, scale)
+
+
+def _of_update(grad_TO: Tensor, read_TI: Tensor, grad_OI: Tensor | None, update: LowRank) -> tuple[Tensor, Tensor]:
+    """Return the gradients of A and B: of dW if it is given, else without forming it."""
+    a_RI, b_OR = (matrix.to(grad_TO.dtype) for matrix in (update.a_RI, update.b_OR))
+    if grad_OI is None:
+        grad_a, grad_b = (grad_TO @ b_OR).t() @ read_TI, grad_TO.t() @ (read_TI @ a_RI.t())
+    else:
+        grad_a, grad_b = b_OR.t() @ grad_OI, grad_OI @ a_RI.t()
+    return (update.scale * grad_a).to(update.a_RI.dtype), (update.scale * grad_b).to(update.b_OR.dtype)
+
+
+def _quantized_weight(rounded_OI: Tensor, qat: FakeQuantization, scales: Scales, dtype: torch.dtype) -> Tensor:
+    return fake_quantized(rounded_OI, qat.weights, scales, qat.read_dtype).to(dtype)
 
 
 def _quantized_x(x_TI: Tensor, qat: FakeQuantization, scales: Scales | None) -> Tensor:

@@ -8,7 +8,6 @@ transformers all-reduces the accumulated `.grad` after each backward, which is w
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -17,47 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.apply import num_experts_of
 from automodel_cli.distributed.layer_wrapping import swap_parameters
+from automodel_cli.distributed.replicated_sums import sum_gradient, sum_value
 from automodel_cli.distributed.tensors import to_local
-from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
-
-
-class _SumGradient(Function):
-    @staticmethod
-    def forward(ctx: Ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grad.clone(memory_format=torch.contiguous_format)  # Autograd may pass the same tensor to other nodes.
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _SumValue(Function):
-    @staticmethod
-    def forward(ctx: Ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
-
-
-def sum_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the same value, and sum its gradient over the mesh. For replicated tensors that ranks use differently."""
-    # Example: x is equal on 2 ranks, and each computes y_r = x W_r^T. The gradient of x is dy_0 W_0 + dy_1 W_1, so the
-    # parts of the ranks are summed (f of Megatron-LM). `sum_value` is the transpose: forward sums, backward copies (g).
-    result: Tensor = _SumGradient.apply(tensor, mesh.get_group())
-    return result
-
-
-def sum_value(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum over the mesh, and pass the gradient unchanged to each rank. For partial results."""
-    result: Tensor = _SumValue.apply(tensor, mesh.get_group())
-    return result
+from automodel_cli.distributed.typed_torch import set_attributes
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from automodel_cli.distributed.qat.linear import FakeQuantization, quantization_of
+from automodel_cli.distributed.qat.linear import quantization_of
+from automodel_cli.distributed.qat.settings import FakeQuantization
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import compressed_tensors
 from automodel_cli.models.model_part import ModelPart

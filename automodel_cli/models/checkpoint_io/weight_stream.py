@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_cli.distributed.qat.linear import QATLinear, quantized_layers
+from automodel_cli.distributed.qat.settings import LowRank
 from automodel_cli.models import conversion_compat, expert_lora, lora, lora_merge, nf4, transformers_compat
 from automodel_cli.models.checkpoint_io.target import unit_of
 from automodel_cli.models.hub.compressed_tensors import compressed
@@ -149,8 +150,8 @@ def _named_full_weights(
             units.setdefault(unit_of(name), {})[name] = tensor
         for name, packed in nf4.packed_layers(model):
             units.setdefault(unit_of(name), {})[f"{name}.weight"] = packed
+        of_layers = {f"{name}.weight": layer for name, layer in quantized_layers(model)} if quantized else {}
     # One unit (for example a decoder layer) at a time: the memory is that of one unsharded layer.
-    of_layers = {f"{name}.weight": layer for name, layer in quantized_layers(model)} if quantized else {}
     for unit in units.values():
         state, rounded = {}, {}
         for name, stored in unit.items():
@@ -159,7 +160,8 @@ def _named_full_weights(
             )
             target_dtype = torch.float32 if keep_fp32(name) else dtype
             if name in of_layers:
-                rounded[name] = of_layers[name].qat.rounded(full)
+                update = LowRank(*lora_merge.factors(updates[name])) if name in updates else None
+                rounded[name] = of_layers[name].qat.rounded(full, update)
                 continue
             if name in updates:
                 # (out, in) weight + scale * B @ A, in fp32, then rounded once.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.distributed.qat.formats import Format, Scales, codes, dequantized, weight_scales
-from automodel_cli.distributed.qat.linear import FakeQuantization
+from automodel_cli.distributed.qat.settings import FakeQuantization
 from automodel_cli.models.hub.lazy_tensor import LazyTensor, StoredTensor
 
 

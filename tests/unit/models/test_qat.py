@@ -9,10 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.qat.linear import quantization_of, quantized_layers, switched
+from automodel_cli.distributed.qat.linear import quantization_of, quantized_layers, settle, switched
+from automodel_cli.models import lora
 from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.export import export_hf
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.fp8_config import Fp8Config, TransformerEngineConfig
 from automodel_cli.models.lora_config import LoRAConfig
@@ -20,6 +24,7 @@ from automodel_cli.models.mtp_config import MTPConfig
 from automodel_cli.models.qat_config import QATConfig
 from tests import tiny
 from tests.errors import raises
+from tests.exports import logprobs_of, nudged
 
 PLAIN = QATConfig(export="plain")
 
@@ -109,8 +114,6 @@ def test_formats_that_no_reader_has_are_rejected(options, keys):
     ("name", "value"),
     [
         ("fp8", Fp8Config(emulate=True)),
-        ("lora", LoRAConfig()),
-        ("lora", LoRAConfig(quantization="nf4")),
         ("mtp", MTPConfig()),
         ("transformer_engine", TransformerEngineConfig()),
     ],
@@ -118,3 +121,45 @@ def test_formats_that_no_reader_has_are_rejected(options, keys):
 def test_other_arithmetics_are_rejected(name, value):
     with raises(ConfigError, "unsupported_combination", keys=("qat", name)):
         ModelConfig(config=tiny.tiny_fields("llama"), qat=PLAIN, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("use_dora", True), ("dropout", 0.1), ("quantization", "nf4"), ("target_parameters", "all-experts")],
+)
+def test_adapters_that_are_no_part_of_the_weight_are_rejected(option, value):
+    with raises(ConfigError, "unsupported_combination", keys=(f"lora.{option}", "qat")):
+        ModelConfig(config=tiny.tiny_fields("llama"), qat=PLAIN, lora=LoRAConfig(**{option: value}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("weight_dtype", "adapters"),
+    [
+        ("int4", LoRAConfig(rank=4, rank_pattern={"q_proj": 8}, alpha_pattern={"k_proj": 3.0})),
+        ("nvfp4", LoRAConfig(rank=4, init_lora_weights="pissa")),
+        ("fp8", LoRAConfig(rank=4, target_modules=["q_proj", "embed_tokens", "lm_head"])),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_transformers_reads_the_quantized_sum_of_base_and_adapter(weight_dtype, adapters, dtype, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    base = tiny.build_hf("llama", num_hidden_layers=2).to(getattr(torch, dtype))
+    base.save_pretrained(tmp_path / "base")
+    config = ModelConfig(
+        pretrained=str(tmp_path / "base"), dtype=dtype, lora=adapters, qat=QATConfig(weight_dtype=weight_dtype)
+    )
+    part = build_part(config)
+    load_weights(part, config, device="cpu", seed=0)
+    settle(part, getattr(torch, dtype))
+    nudged(part.eval())
+    ids = tiny.token_row(12, 4).tolist()
+    ours = logprobs_of(part, ids)
+    export_hf([part], config, None, tmp_path / "export")
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", dtype=dtype, quantization_config=CompressedTensorsConfig(dequantize=True)
+    ).eval()
+    bound = 1e-5 if dtype == "float32" else 0.05
+    torch.testing.assert_close(logprobs_of(read, ids), ours, atol=bound, rtol=0, check_dtype=False)
+    with lora.adapters_off([part.model]):
+        assert (logprobs_of(part, ids) - ours).abs().max() > 4 * bound

@@ -10,7 +10,8 @@ from torch import nn
 
 from automodel_cli.distributed.qat import formats
 from automodel_cli.distributed.qat.formats import Format, fake_quantized, token_scales, weight_scales
-from automodel_cli.distributed.qat.linear import FakeQuantization, convert_to_qat
+from automodel_cli.distributed.qat.linear import convert_to_qat
+from automodel_cli.distributed.qat.settings import FakeQuantization
 from automodel_cli.models.hub import compressed_tensors as files
 
 SCHEMES = [
