@@ -151,11 +151,16 @@ def _add(name: str, experts: nn.Module, rank: int, scale: float) -> None:
             value = torch.empty(count, *shape, dtype=parameter.dtype, device=parameter.device)
             experts.register_parameter(f"{weight}_{matrix}", nn.Parameter(value))
     setattr(experts, SCALING, {"default": scale})
-    experts.__class__ = _with_adapters(type(experts))
+    compute_grouped(experts)
 
 
-def _with_adapters(family: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of the family with a forward that adds the adapters, for any number of local experts."""
+def compute_grouped(experts: nn.Module) -> None:
+    """Compute with the grouped GEMM path, which knows adapters and quantized weights, from now on."""
+    experts.__class__ = _grouped_class(type(experts))
+
+
+def _grouped_class(family: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of the family with the grouped forward, for any number of local experts."""
 
     @disable()
     def forward(self: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:

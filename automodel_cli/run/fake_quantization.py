@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from automodel_cli.distributed.qat.linear import quantized_layers, switched
+from automodel_cli.distributed.qat.linear import set_active, switched
 from automodel_cli.training.callback import Callback, Run
 
 if TYPE_CHECKING:
@@ -66,6 +66,4 @@ class FakeQuantizationRun(Callback):
         if is_active == self._is_active:
             return
         self._is_active = is_active
-        for part in self._session.model.parts:
-            for _, layer in quantized_layers(part):
-                layer.qat.active = is_active
+        set_active(self._session.model.parts, is_active)

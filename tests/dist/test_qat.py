@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.mesh import build_mesh
@@ -38,6 +39,8 @@ FORMATS = {
 ADAPTERS = {
     f"{name}, lora": replace(FORMATS[name], lora=LoRAConfig(rank=4, alpha=6.0)) for name in ("int4", "mxfp4", "nvfp4")
 }
+MOE = replace(INT4, qat=QATConfig(group_size=16, export="plain"))
+ADAPTED_MOE = replace(MOE, qat=QATConfig("mxfp4", export="plain"), lora=LoRAConfig(rank=4, alpha=6.0))
 
 
 def over(row, *, pipeline=None, sequence_parallel=False, recompute=False, **sizes):
@@ -65,6 +68,10 @@ SHARED = {
     ),
     "lora, cp": ("mxfp4, lora", over(ADAPTERS["mxfp4, lora"], cp_size=2)),
     "lora, tp": ("int4, lora", over(ADAPTERS["int4, lora"], tp_size=2)),
+    "moe, fsdp2": ("int4, moe", over(MOE, dp_size=2)),
+    "moe, ep, recomputed": ("int4, moe", over(MOE, dp_size=2, ep_size=2, recompute="full")),
+    "moe, tp": ("int4, moe", over(MOE, tp_size=2)),
+    "moe, lora, ep": ("mxfp4, moe, lora", over(ADAPTED_MOE, dp_size=2, ep_size=2)),
     "lora, tp, sequences too": ("nvfp4, lora", over(ADAPTERS["nvfp4, lora"], tp_size=2, sequence_parallel=True)),
 }
 """Layouts of two ranks: the row of one process, and their own."""
@@ -74,23 +81,39 @@ FLIPS = {
     "cp, inputs": ("fp8", over(FORMATS["fp8"], cp_size=2)),
 }
 """The same with inputs that differ in their last bits and may round to the next code."""
-ALONE = {**FORMATS, **ADAPTERS, "int8 weights": SHARED["tp, rows in two shards"][1], "without": replace(INT4, qat=None)}
+ALONE = {
+    **FORMATS,
+    **ADAPTERS,
+    "int4, moe": MOE,
+    "mxfp4, moe, lora": ADAPTED_MOE,
+    "int8 weights": SHARED["tp, rows in two shards"][1],
+    "without": replace(INT4, qat=None),
+}
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    model = tiny.build_hf("llama", num_hidden_layers=2)
-    return Original.write(tmp_path_factory.mktemp("qat"), model, SFT(), kinds=(True,), counts=(NUM_MICROBATCHES,))
+def originals(tmp_path_factory):
+    made = {
+        "llama": tiny.build_hf("llama", num_hidden_layers=2),
+        "moe": tiny.build_hf("qwen3_moe", num_hidden_layers=2, moe_intermediate_size=64),
+    }
+    folders = {name: tmp_path_factory.mktemp(name) for name in made}
+    options = {"kinds": (True,), "counts": (NUM_MICROBATCHES,)}
+    return {name: Original.write(folders[name], model, SFT(), **options) for name, model in made.items()}
 
 
-def steps(rank, world, original, rows):
+def of_row(originals, name):
+    return originals["moe" if "moe" in name else "llama"]
+
+
+def steps(rank, world, originals, rows):
     """(loss, norm, gradients of this rank, exported tensors) of one step for each row."""
     found = {}
     for name, row in rows.items():
         mesh = build_mesh(row.mesh.resolve(world), "cpu")
         every = step_batches(packed=True, count=row.num_microbatches)
         count = len(every) // mesh.dp_size
-        stages = build_parity_stages(original, row, mesh)
+        stages = build_parity_stages(of_row(originals, name), row, mesh)
         adapters = {} if row.lora is None else lora_reference.put_in(stages.parts)
         streamed = {}
         if row.qat is not None:
@@ -105,10 +128,10 @@ def steps(rank, world, original, rows):
 
 
 @pytest.fixture(scope="module")
-def found(original):
+def found(originals):
     one = {name: over(row) for name, row in ALONE.items()}
-    alone = launch(steps, 1, original, one)
-    return alone, launch(steps, 2, original, {name: row for name, (_, row) in (SHARED | FLIPS).items()})
+    alone = launch(steps, 1, originals, one)
+    return alone, launch(steps, 2, originals, {name: row for name, (_, row) in (SHARED | FLIPS).items()})
 
 
 def relative(got, want):
@@ -143,22 +166,27 @@ def test_the_export_does_not_depend_on_the_layout(name, found):
     assert got == want
 
 
+def rounded(weight):
+    """Round every row with torchao in fp32."""
+    from torchao.quantization.qat.utils import _fake_quantize_per_channel_group
+    from torchao.quantization.utils import get_group_qparams_symmetric
+
+    rows = weight.float().flatten(0, -2)
+    scales, zeros = get_group_qparams_symmetric(rows, 4, 16, torch.bfloat16)
+    read = _fake_quantize_per_channel_group(rows, scales.float(), zeros.float(), -8, 7, 16)
+    return read.view(weight.shape).to(weight.dtype)
+
+
 class Rounded(torch.nn.Linear):
-    """Rounds its weight, and the update of an adapter with it, with torchao in fp32."""
+    """Rounds its weight, and the update of an adapter with it."""
 
     adapter = None
 
     def forward(self, x):
-        from torchao.quantization.qat.utils import _fake_quantize_per_channel_group
-        from torchao.quantization.utils import get_group_qparams_symmetric
-
         weight = self.weight
         if self.adapter is not None:
             weight = weight + self.adapter.scale * self.lora_B["default"].weight @ self.lora_A["default"].weight
-        weight = weight.float()
-        scales, zeros = get_group_qparams_symmetric(weight, 4, 16, torch.bfloat16)
-        rounded = _fake_quantize_per_channel_group(weight, scales.float(), zeros.float(), -8, 7, 16)
-        return F.linear(x, rounded.to(x.dtype))
+        return F.linear(x, rounded(weight))
 
     def add(self, adapter):
         """Add an adapter, and subtract its update from the weight as the parity rows do."""
@@ -171,19 +199,34 @@ class Rounded(torch.nn.Linear):
             self.weight -= (adapter.b.double() @ adapter.a.double() * adapter.scale).float()
 
 
-@pytest.mark.parametrize("name", ["int4", "int4, lora"])
-def test_one_process_has_the_gradients_of_a_model_whose_weights_torchao_rounds(name, found, original):
+class RoundedExperts(Qwen3MoeExperts):
+    """Rounds its weights."""
+
+    def forward(self, *inputs):
+        own = dict(self._parameters)
+        try:
+            self._parameters = {name: rounded(weight) for name, weight in own.items()}
+            return super().forward(*inputs)
+        finally:
+            self._parameters = own
+
+
+@pytest.mark.parametrize("name", ["int4", "int4, lora", "int4, moe"])
+def test_one_process_has_the_gradients_of_a_model_whose_weights_torchao_rounds(name, found, originals):
     pytest.importorskip("torchao")
     from transformers import AutoModelForCausalLM
 
     alone, _ = found
     adapters = alone[name][4]
-    model = AutoModelForCausalLM.from_pretrained(original.folder, attn_implementation="eager").train()
+    model = AutoModelForCausalLM.from_pretrained(of_row(originals, name).folder, attn_implementation="eager").train()
     model.requires_grad_(not adapters)
     for path, module in list(model.model.layers.named_modules(prefix="model.layers")):
         if type(module) is torch.nn.Linear:
             module.__class__ = Rounded
             if adapters:
                 module.add(adapters[path])
+        elif type(module) is Qwen3MoeExperts:
+            module.__class__ = RoundedExperts
+    model.set_experts_implementation("eager")
     want = one_process(model.double(), step_batches(packed=True, count=NUM_MICROBATCHES), SFT())
     assert relative(alone[name], (want.loss, want.grad_norm, want.gradients)) < 2e-5

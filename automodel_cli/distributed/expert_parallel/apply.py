@@ -37,6 +37,7 @@ from automodel_cli.distributed.float8.quantization import autocast_dtype
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.layer_wrapping import swap_parameters
 from automodel_cli.distributed.mesh import Mesh
+from automodel_cli.distributed.qat.settings import FakeQuantization
 from automodel_cli.distributed.scatter_gather import gather_from_group, scatter_to_group
 from automodel_cli.distributed.tensors import to_local
 from automodel_cli.distributed.typed_torch import disable, set_attributes
@@ -189,11 +190,14 @@ def sorted_forward(
 ) -> Tensor:
     """Compute `experts` with the grouped GEMM path and the present values of their parameters and adapters."""
     parameters = parameters_of(experts)
-    main_grads = main_grads_of(experts) if autocast_dtype(hidden_TD.device) is None else []
+    qat: FakeQuantization | None = vars(experts).get("qat")
+    # Gradients of quantized weights are masked before they are added.
+    adds_directly = qat is None and autocast_dtype(hidden_TD.device) is None
+    main_grads = main_grads_of(experts) if adds_directly else []
     if not main_grads:
         parameters = [to_local(param) for param in parameters]
     scale = low_rank.scale_of(experts)
-    return gated(hidden_TD, index_TK, weight_TK, parameters, main_grads, overlapped, scale)
+    return gated(hidden_TD, index_TK, weight_TK, parameters, main_grads, overlapped, scale, qat)
 
 
 def _by_own_code(experts: nn.Module, dispatch: TokenDispatcher) -> _Compute:

@@ -33,6 +33,7 @@ from automodel_cli.distributed.expert_parallel.grouped_mlp_check import equals_l
 from automodel_cli.distributed.expert_parallel.grouped_mlp_gemms import BIASES, ExpertGemms
 from automodel_cli.distributed.float8.quantization import Arithmetic
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
+from automodel_cli.distributed.qat.settings import FakeQuantization
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion_linear
 from automodel_cli.distributed.wgrad_fusion.linear import MainGrad
 
@@ -71,6 +72,7 @@ class GatedExperts(ExpertGemms):
         main_grads: Sequence[MainGrad] = (),
         overlapped: Callable[[], None] | None = None,
         scale: float = 0.0,
+        qat: FakeQuantization | None = None,
     ) -> Tensor:
         """Compute the experts of all tokens, `[T, D]`. Collective over the group, also in backward.
 
@@ -80,8 +82,9 @@ class GatedExperts(ExpertGemms):
             main_grads: main gradients of the two weights. Weight gradients may accumulate into them directly.
             overlapped: called while results are in transit.
             scale: of the adapters.
+            qat: fake quantization of both weights.
         """
-        call = Call(self, weight_TK.detach(), scale)
+        call = Call(self, weight_TK.detach(), scale, qat if qat is not None and qat.active else None)
         with torch.autocast(hidden_TD.device.type, enabled=False):
             sent_ND = Multiply.apply(call, index_TK, main_grads, hidden_TD, weight_TK, *parameters)
         if overlapped is not None:

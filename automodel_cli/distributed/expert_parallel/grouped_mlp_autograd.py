@@ -23,6 +23,8 @@ from automodel_cli.distributed.expert_parallel import low_rank
 from automodel_cli.distributed.expert_parallel.grouped_mlp_gemms import BIASES, ExpertGemms
 from automodel_cli.distributed.expert_parallel.sorted_rows import SortedRows
 from automodel_cli.distributed.expert_parallel.token_dispatcher import Arriving, find_routes
+from automodel_cli.distributed.qat.experts import masked_gradient, quantized_weight
+from automodel_cli.distributed.qat.settings import FakeQuantization
 from automodel_cli.distributed.tensors import to_local
 from automodel_cli.distributed.torch_compat import wanted
 from automodel_cli.distributed.typed_torch import Ctx, Function
@@ -36,9 +38,20 @@ class Call:
     experts: ExpertGemms
     weight_TK: Tensor
     scale: float = 0.0
+    qat: FakeQuantization | None = None
     rows: SortedRows | None = None
     results: Arriving | None = None
     gradients: Arriving | None = None
+
+    def read(self, weight: Tensor) -> Tensor:
+        """Return a weight as rows are multiplied with it. Backward quantizes again, so no second copy is saved."""
+        return weight if self.qat is None else quantized_weight(weight, self.qat, transposed=self.experts.transposed)
+
+    def of_weight(self, gradient: Tensor | None, weight: Tensor) -> Tensor | None:
+        """Return the gradient of a weight, given that of the weight that was read."""
+        if gradient is None or self.qat is None:
+            return gradient
+        return masked_gradient(gradient, weight, self.qat, transposed=self.experts.transposed)
 
 
 # Example: 4 experts on 2 ranks (L = 2), K = 2. Rank 0 has token a with experts 0, 3 and token b with 1, 0. Rank 1 has
@@ -79,7 +92,7 @@ class Multiply(Function):
 
         def multiply() -> Tensor:
             # First GEMM, one per expert in a single launch: (N, D) -> (N, F).
-            product_NF = experts.product(rows_ND, first, rows.ends_L)
+            product_NF = experts.product(rows_ND, call.read(first), rows.ends_L)
             if adapters:
                 # In place: `product_NF` is new, and a sum would keep a second (N, F) tensor.
                 product_NF += low_rank.update(rows_ND, adapters[:2], rows.ends_L, call.scale)
@@ -97,7 +110,7 @@ class Multiply(Function):
         def results() -> Tensor:
             # (N, F) -> (N, I) by the gate, (N, I) -> (N, D) by the second GEMM.
             gated_NI = experts.gate(inner_NF, *rows.bias(biases))
-            result_ND = experts.product(gated_NI, second, rows.ends_L)
+            result_ND = experts.product(gated_NI, call.read(second), rows.ends_L)
             if adapters:
                 result_ND += low_rank.update(gated_NI, adapters[2:], rows.ends_L, call.scale)
             return experts.add_bias(result_ND, biases[1], rows.expert_N) if biases else result_ND
@@ -131,7 +144,7 @@ class Multiply(Function):
             # 2. Gradients of the unweighted results: `Sum.backward` has sent the gradient of each pair's token.
             grad_ND = rows.by_expert(grads[0])
             # (N, D) -> (N, I): gradient of the unweighted gate output. `through_gate` applies the routing weight.
-            grad_gated_NI = experts.product(grad_ND, second, ends_L, back=True)
+            grad_gated_NI = experts.product(grad_ND, call.read(second), ends_L, back=True)
             if adapters:
                 second_NR = low_rank.inner_gradient(grad_ND, adapters[3], ends_L, call.scale)
                 grad_gated_NI += low_rank.row_gradient(second_NR, adapters[2], ends_L)
@@ -145,7 +158,9 @@ class Multiply(Function):
                 # 3. Token gradients travel back while weight gradients are computed.
                 # No name keeps them in memory until the weight gradients are done.
                 inner_a = (first_NR, adapters[0]) if adapters else None
-                token_grads_arriving = rows.back(_row_gradients(experts, grad_inner_NF, first, ends_L, inner_a))
+                token_grads_arriving = rows.back(
+                    _row_gradients(experts, grad_inner_NF, call.read(first), ends_L, inner_a)
+                )
             is_of_NL = rows.is_of_expert_NL(first.dtype) if biases else None
             if wants_weight:
                 if is_of_NL is not None:
@@ -156,7 +171,8 @@ class Multiply(Function):
             # Per expert: dW1 = rows^T grad_inner (D, F), and dW2 = (w * gated)^T dy (I, D). The weight w is in
             # `weighted_NI`,
             # because `grad_ND` is the gradient of the weighted sum.
-            param_grads = _weight_gradients(experts, rows, pairs, wants, ctx.main_grads)
+            weight_grads = _weight_gradients(experts, rows, pairs, wants, ctx.main_grads)
+            param_grads = [call.of_weight(*of) for of in zip(weight_grads, (first, second), strict=True)]
             if is_of_NL is not None:
                 param_grads.append(is_of_NL.t() @ grad_inner_NF if wants[2] else None)
                 param_grads.append((is_of_NL * weight_N1).to(first.dtype).t() @ grad_ND if wants[3] else None)

@@ -25,7 +25,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,14 @@ from automodel_cli.distributed.qat.formats import Scales, fake_quantized, masked
 from automodel_cli.distributed.qat.settings import FakeQuantization, LowRank
 from automodel_cli.distributed.replicated_sums import sum_gradient
 from automodel_cli.distributed.sharded_linear import linear_over_tp
+from automodel_cli.distributed.tensors import to_local
 from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 
 
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+class Quantized(Protocol):
+    """A module with quantized weights."""
+
+    qat: FakeQuantization
 
 
 class QATLinear(nn.Linear):
@@ -74,7 +77,7 @@ class QATLinear(nn.Linear):
     @torch.no_grad()
     def tensor_amax(self) -> Tensor:
         """Return the largest absolute value of the weights that share a factor. Collective over tp."""
-        local = [(_local(layer.weight), layer._low_rank()) for layer in self.shares]
+        local = [(to_local(layer.weight), layer._low_rank()) for layer in self.shares]
         amax = torch.stack([self.qat.rounded(w, low_rank).float().abs().amax() for w, low_rank in local]).amax()
         own = self.weight
         return _max_over(own.device_mesh.get_group(), amax) if isinstance(own, DTensor) else amax
@@ -113,15 +116,34 @@ def quantized_layers(module: nn.Module) -> Iterator[tuple[str, QATLinear]]:
     return ((name, child) for name, child in module.named_modules() if isinstance(child, QATLinear))
 
 
+def quantized_experts(module: nn.Module) -> Iterator[tuple[str, Quantized]]:
+    """(name, experts module) of all experts with quantized weights in `module`."""
+    children = ((name, child) for name, child in module.named_modules() if not isinstance(child, QATLinear))
+    return ((name, cast(Quantized, child)) for name, child in children if "qat" in vars(child))
+
+
+def _quantized(parts: Sequence[nn.Module]) -> Iterator[Quantized]:
+    for part in parts:
+        yield from (layer for _, layer in quantized_layers(part))
+        yield from (experts for _, experts in quantized_experts(part))
+
+
+def set_active(parts: Sequence[nn.Module], active: bool) -> None:
+    """Switch fake quantization on or off from now on."""
+    for module in _quantized(parts):
+        module.qat.active = active
+
+
 def quantization_of(parts: Sequence[nn.Module]) -> FakeQuantization | None:
     """Return the settings of a model, or None if no layer of these parts is quantized."""
-    return next((layer.qat for part in parts for _, layer in quantized_layers(part)), None)
+    return next((module.qat for module in _quantized(parts)), None)
 
 
 def settle(part: nn.Module, compute_dtype: torch.dtype) -> None:
     """Set the compute dtype, after tensor parallelism. Raises ConfigError for groups that a shard cuts."""
+    for module in _quantized([part]):
+        module.qat.compute_dtype = compute_dtype
     for name, layer in quantized_layers(part):
-        layer.qat.compute_dtype = compute_dtype
         group = layer.qat.weights.group_size
         if group is None or not isinstance(layer.weight, DTensor) or not layer.weight.placements[0].is_shard(1):
             continue
@@ -138,7 +160,7 @@ def settle(part: nn.Module, compute_dtype: torch.dtype) -> None:
 @contextmanager
 def switched(parts: Sequence[nn.Module], *, active: bool, activations: bool = True) -> Iterator[None]:
     """Quantize, or do not, inside this context. `activations=False`: weights only."""
-    layers = [layer for part in parts for _, layer in quantized_layers(part)]
+    layers = list(_quantized(parts))
     before = [layer.qat for layer in layers]
     for layer in layers:
         kept = layer.qat.activations if activations else None

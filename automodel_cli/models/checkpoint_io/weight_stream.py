@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automodel_cli.distributed.qat.linear import QATLinear, quantized_layers
-from automodel_cli.distributed.qat.settings import LowRank
+from automodel_cli.distributed.expert_parallel.low_rank import WEIGHTS
+from automodel_cli.distributed.qat.linear import QATLinear, quantized_experts, quantized_layers
+from automodel_cli.distributed.qat.settings import FakeQuantization, LowRank
 from automodel_cli.models import conversion_compat, expert_lora, lora, lora_merge, nf4, transformers_compat
 from automodel_cli.models.checkpoint_io.target import unit_of
 from automodel_cli.models.hub.compressed_tensors import compressed
@@ -151,6 +152,7 @@ def _named_full_weights(
         for name, packed in nf4.packed_layers(model):
             units.setdefault(unit_of(name), {})[f"{name}.weight"] = packed
         of_layers = {f"{name}.weight": layer for name, layer in quantized_layers(model)} if quantized else {}
+        of_weights = {name: layer.qat for name, layer in of_layers.items()} | _of_experts(model, quantized)
     # One unit (for example a decoder layer) at a time: the memory is that of one unsharded layer.
     for unit in units.values():
         state, rounded = {}, {}
@@ -159,9 +161,9 @@ def _named_full_weights(
                 stored.dequantized() if isinstance(stored, nf4.NF4Linear) else transformers_compat.full_tensor(stored)
             )
             target_dtype = torch.float32 if keep_fp32(name) else dtype
-            if name in of_layers:
+            if name in of_weights:
                 update = LowRank(*lora_merge.factors(updates[name])) if name in updates else None
-                rounded[name] = of_layers[name].qat.rounded(full, update)
+                rounded[name] = of_weights[name].rounded(full, update)
                 continue
             if name in updates:
                 # (out, in) weight + scale * B @ A, in fp32, then rounded once.
@@ -179,23 +181,31 @@ def _named_full_weights(
             with lora.bare(model):
                 state = conversion_compat.revert_conversion(model, state)
         yield from state.items()
-        yield from _compressed(model, rounded, of_layers, dtype, device)
+        yield from _compressed(model, rounded, of_weights, of_layers, dtype, device)
+
+
+def _of_experts(model: PreTrainedModel, quantized: bool) -> dict[str, FakeQuantization]:
+    """Return the quantization of the fused weights of experts."""
+    modules = quantized_experts(model) if quantized else ()
+    return {f"{name}.{weight}": experts.qat for name, experts in modules for weight in WEIGHTS}
 
 
 def _compressed(
     model: PreTrainedModel,
     weights: dict[str, Tensor],
+    quantizations: dict[str, FakeQuantization],
     layers: dict[str, QATLinear],
     dtype: torch.dtype,
     device: torch.device | str | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the quantized tensors of a unit, whose full weights are given in the dtype in which they are quantized."""
     largest = {name: full.float().abs().amax() for name, full in weights.items()}
-    names = {id(layers[name]): name for name in weights}
+    names = {id(layers[name]): name for name in weights if name in layers}
     for name, full in weights.items():
-        amax = torch.stack([largest[names[id(layer)]] for layer in layers[name].shares]).amax()
+        sharing = [names[id(layer)] for layer in layers[name].shares] if name in layers else [name]
+        amax = torch.stack([largest[other] for other in sharing]).amax()
         for hub_name, tensor in conversion_compat.revert_conversion(model, {name: full}).items():
-            for key, stored in compressed(hub_name, tensor, layers[name].qat, amax, dtype):
+            for key, stored in compressed(hub_name, tensor, quantizations[name], amax, dtype):
                 yield key, stored.to(device) if device is not None else stored
 
 

@@ -69,9 +69,18 @@ def test_layers_whose_inputs_are_no_multiple_of_a_group_are_left_alone_and_count
         part_of(qat=replace(PLAIN, group_size=7))
 
 
-def test_experts_are_rejected():
-    with raises(ConfigError, "not_supported_by_model", keys=("qat",)):
-        part_of("qwen3_moe")
+@pytest.mark.parametrize(
+    ("family", "options", "key", "fix"),
+    [
+        ("qwen3_moe", {"weight_dtype": "nvfp4"}, "weight_dtype", "mxfp4"),
+        ("qwen3_moe", {"activation_dtype": "int8", "group_size": 16}, "activation_dtype", "none"),
+        ("qwen3_moe", {"exclude_modules": ["mlp.experts"], "export": "compressed-tensors"}, "export", "plain"),
+        ("gpt_oss", {"group_size": 16, "export": "compressed-tensors"}, "export", "plain"),
+    ],
+)
+def test_experts_whose_export_no_reader_has_are_rejected(family, options, key, fix):
+    with raises(ConfigError, "not_supported_by_model", keys=(f"qat.{key}",), fix=f"model.qat.{key}={fix}"):
+        part_of(family, qat=replace(PLAIN, **options))
 
 
 def test_layers_that_engines_join_share_their_factor_in_nvfp4():
@@ -144,22 +153,52 @@ def test_adapters_that_are_no_part_of_the_weight_are_rejected(option, value):
 )
 def test_transformers_reads_the_quantized_sum_of_base_and_adapter(weight_dtype, adapters, dtype, tmp_path):
     pytest.importorskip("compressed_tensors")
-    base = tiny.build_hf("llama", num_hidden_layers=2).to(getattr(torch, dtype))
-    base.save_pretrained(tmp_path / "base")
     config = ModelConfig(
         pretrained=str(tmp_path / "base"), dtype=dtype, lora=adapters, qat=QATConfig(weight_dtype=weight_dtype)
     )
+    base = tiny.build_hf("llama", num_hidden_layers=2).to(getattr(torch, dtype))
+    base.save_pretrained(tmp_path / "base")
+    bound = 1e-5 if dtype == "float32" else 0.05
+    part, ids, ours = exported_and_read(config, tmp_path, bound)
+    with lora.adapters_off([part.model]):
+        assert (logprobs_of(part, ids) - ours).abs().max() > 4 * bound
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group_size": 16},
+        {"weight_dtype": "int8"},
+        {"weight_dtype": "fp8"},
+        {"weight_dtype": "mxfp4"},
+        {"target_modules": ["mlp.experts"]},
+    ],
+    ids=str,
+)
+def test_transformers_reads_quantized_experts(family, options, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    tiny.build_hf(family, num_hidden_layers=2, moe_intermediate_size=64).save_pretrained(tmp_path / "base")
+    config = ModelConfig(pretrained=str(tmp_path / "base"), dtype="float32", qat=QATConfig(**options))
+    part, ids, ours = exported_and_read(config, tmp_path, 1e-5)
+    routers = [name for name in quantization_of([part]).ignored if name.endswith("mlp.gate")]
+    assert len(routers) == (2 if family == "qwen3_moe" else 1)
+    with switched([part], active=False):
+        assert (logprobs_of(part, ids) - ours).abs().max() > 1e-4
+
+
+def exported_and_read(config, folder, bound):
+    """Assert that transformers has the log-probs of the part from its export."""
     part = build_part(config)
     load_weights(part, config, device="cpu", seed=0)
-    settle(part, getattr(torch, dtype))
+    settle(part, getattr(torch, config.dtype))
     nudged(part.eval())
     ids = tiny.token_row(12, 4).tolist()
     ours = logprobs_of(part, ids)
-    export_hf([part], config, None, tmp_path / "export")
+    export_hf([part], config, None, folder / "export")
     read = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "export", dtype=dtype, quantization_config=CompressedTensorsConfig(dequantize=True)
-    ).eval()
-    bound = 1e-5 if dtype == "float32" else 0.05
+        folder / "export", dtype=config.dtype, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    read.to(getattr(torch, config.dtype)).eval()  # transformers leaves experts of mxfp4 in bfloat16
     torch.testing.assert_close(logprobs_of(read, ids), ours, atol=bound, rtol=0, check_dtype=False)
-    with lora.adapters_off([part.model]):
-        assert (logprobs_of(part, ids) - ours).abs().max() > 4 * bound
+    return part, ids, ours
