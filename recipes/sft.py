@@ -34,9 +34,7 @@ class SFTRecipe(Recipe):
         with build_trainer(self, source) as session:
             held_out = self.held_out_loss(session)
             session.callbacks.add(held_out)
-            quantization = None if self.model.qat is None else FakeQuantizationRun(session, self.model.qat, held_out)
-            if quantization is not None:
-                session.callbacks.add(quantization)
+            quantization = FakeQuantizationRun.added_to(session, held_out)
             add_tasks(session)
             show_header(session)
             questions = HeldOutQuestions()

@@ -21,6 +21,7 @@ class VLMRecipe(SFTRecipe):
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.run.build_trainer import build_trainer
+        from automodel_cli.run.fake_quantization import FakeQuantizationRun
         from automodel_cli.run.picture_accuracy import PictureAccuracy
         from automodel_cli.run.picture_answers import PictureAnswers
         from automodel_cli.run.startup_summary import show_header
@@ -28,13 +29,17 @@ class VLMRecipe(SFTRecipe):
 
         with build_trainer(self, source) as session:
             accuracy = PictureAccuracy(session)
-            session.callbacks.add(HeldOutLoss(session))
+            held_out = HeldOutLoss(session)
+            session.callbacks.add(held_out)
+            quantization = FakeQuantizationRun.added_to(session, held_out)
             session.callbacks.add(accuracy)
             add_tasks(session)
             show_header(session)
             answers = PictureAnswers(session)
             if session.first_step == 0:
                 answers.ask("before")
+            if quantization is not None:
+                quantization.measure("before")
             session.validate_if_due(session.first_step)
             for step, batches in session.steps():
                 session.train(step, batches)
@@ -42,7 +47,9 @@ class VLMRecipe(SFTRecipe):
                 return session.exit_code()
             accuracy.show(session.last_step)
             answers.ask("after")
+            if quantization is not None:
+                quantization.measure("after")
 
             from automodel_cli.run.finalize import finalize_run
 
-            return finalize_run(session, answers.accuracy)
+            return finalize_run(session, answers.accuracy, {} if quantization is None else quantization.numbers)

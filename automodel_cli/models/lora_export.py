@@ -51,14 +51,14 @@ def save_adapters(
     if not write:
         return
     within = parts[0].within
-    places = {} if within is None else within.modules
-    state = {_in_whole(name, places): weight for stage in of_stages for name, weight in stage.items()}
+    in_whole = str if within is None else within.in_whole
+    state = {in_whole(name): weight for stage in of_stages for name, weight in stage.items()}
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     hub_names = {f"base_model.model.{name}": weight for name, weight in state.items()}
     save_file(hub_names, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = copy.deepcopy(peft_config(parts[0].model))
-    if places:  # other parts of a composite have layers with the same names
+    if within is not None and within.modules:  # other parts of a composite have layers with the same names
         experts = {name.partition(".base_layer.lora_")[0] for name in state if ".base_layer.lora_" in name}
         layers = {
             name.partition(".lora_")[0].removesuffix(".base_layer") for name in state if ".lora_" in name
@@ -73,11 +73,3 @@ def save_adapters(
     settings.base_model_name_or_path = base_model
     settings.inference_mode = True
     settings.save_pretrained(str(folder))
-
-
-def _in_whole(name: str, places: dict[str, str]) -> str:
-    """A name of the language model as the composite around it has it."""
-    for of_text, of_whole in places.items():
-        if name.startswith(f"{of_text}."):
-            return of_whole + name.removeprefix(of_text)
-    return name

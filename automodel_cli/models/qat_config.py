@@ -101,7 +101,6 @@ def check_qat_model(model: Any) -> None:
         "fp8": "both round the weights of linear layers",
         "transformer_engine": "its linear layers compute with weights of their own",
         "mtp": "exports of quantized checkpoints have no multi-token-prediction layers",
-        "vision": "the export of a vision-language model keeps the config of the original",
     }
     for name, reason in reasons.items():
         if getattr(model, name) is not None:

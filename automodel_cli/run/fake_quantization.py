@@ -25,6 +25,16 @@ class FakeQuantizationRun(Callback):
         self._losses: dict[str, float] = {}
         self._is_active: bool | None = None
 
+    @classmethod
+    def added_to(cls, session: Trainer, held_out: HeldOutLoss) -> FakeQuantizationRun | None:
+        """Add the callback to a run that quantizes, and return it."""
+        config = session.recipe.model.qat
+        if config is None:
+            return None
+        callback = cls(session, config, held_out)
+        session.callbacks.add(callback)
+        return callback
+
     def on_start(self, run: Run, state: Any) -> None:
         self._losses = dict(state or {})
         self._switch(run.first_step)

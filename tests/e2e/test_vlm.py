@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, CompressedTensorsConfig
 
 from automodel_cli.cli.main import run
 from automodel_cli.run.commands.chat import Speaker, load_pictures
@@ -83,6 +83,27 @@ def test_layouts_train_and_export_as_one_rank(kind: str, tmp_path: Path):
         assert exported.keys() == weights.keys(), name
         assert max((exported[key] - weights[key]).abs().max().item() for key in weights) < 2e-4, name
         AutoModelForImageTextToText.from_pretrained(tmp_path / "runs" / name / "export")
+
+
+@pytest.mark.slow
+def test_the_text_model_is_quantized_and_the_layers_of_pictures_are_not(tmp_path: Path):
+    pytest.importorskip("compressed_tensors")
+    _project(tmp_path)
+    given = ("run_name=four", "model.vision.tower=frozen", "model.vision.projector=frozen")
+    qat = "model.qat={weight_dtype: int4, group_size: 16}"
+    done = automodel(tmp_path, "finetune", "vlm", "-c", "tiny.yaml", *given, qat)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "reloaded with transformers" in done.stdout and done.stdout.count("quantized to int4") == 2
+    before, after = tensors(tmp_path / "original"), tensors(tmp_path / "runs/four/export")
+    packed = {key.removesuffix("_packed") for key in after if key.endswith("weight_packed")}
+    layers = {key for key in before if "language_model.layers" in key and key.endswith("proj.weight")}
+    assert packed == layers and layers
+    assert all(torch.equal(before[key], after[key]) for key in before if "visual" in key)
+    config = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "runs/four/export", quantization_config=config)
+    quantization = json.loads((tmp_path / "runs/four/export/config.json").read_text())["quantization_config"]
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert linear - {key.removesuffix(".weight") for key in layers} == linear & set(quantization["ignore"])
 
 
 def test_a_first_stage_without_the_layers_of_pictures_is_refused(tmp_path: Path):

@@ -27,6 +27,7 @@ from automodel_cli.models import lora
 from automodel_cli.models.checkpoint_io import embedding_model, front_io, generation_config, sequence_classifier
 from automodel_cli.models.checkpoint_io.export_files import (
     SHARD_BYTES,
+    add_quantization,
     exported_quantization,
     write_card,
     write_config,
@@ -96,7 +97,7 @@ def export_hf(
     for bucket in stream(parts, multi_token=True, keep_mean=trained, quantized=quantized):
         included = [item for item in bucket if excluded_prefix is None or not item[0].startswith(excluded_prefix)]
         if writer and included:
-            renamed = [(hub_keys.get(name, name), tensor) for name, tensor in included]
+            renamed = [(_key_of(name, hub_keys), tensor) for name, tensor in included]
             shards.append(write_shard(folder, len(shards), renamed))
     local_values = value_head.named_weights([part.value_head for part in parts if part.value_head is not None])
     front = (item for part in parts for item in front_io.front_weights(part, part.hub_dtype, "cpu"))
@@ -121,6 +122,15 @@ def export_hf(
 def _hub_keys(part: ModelPart) -> dict[str, str]:
     """Return the keys of the composite that this model is a part of, by its own names. Empty for other models."""
     return {} if part.within is None else {name: key for key, name in part.within.keys.items()}
+
+
+def _key_of(name: str, hub_keys: dict[str, str]) -> str:
+    """Return the key of a tensor. Those of a quantized weight have the place of the weight."""
+    prefix, _, leaf = name.rpartition(".")
+    weight = hub_keys.get(f"{prefix}.weight")
+    if name in hub_keys or weight is None or not leaf.startswith("weight_"):
+        return hub_keys.get(name, name)
+    return weight.removesuffix("weight") + leaf
 
 
 def _finish_with_head(
@@ -196,6 +206,7 @@ def _finish_model(
     value_head.write_value_head(folder, values)
     if part.within is not None and config.pretrained is not None:
         passthrough_tensors.copy_files(config, folder)
+        add_quantization(folder, part)
         return
     write_config(folder, part, None if part.front is None else _composite_config(part.front, config))
     if part.front is not None and tokenizer is not None:

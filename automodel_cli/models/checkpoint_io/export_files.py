@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_cli.distributed.qat.linear import quantization_of
 from automodel_cli.distributed.qat.settings import FakeQuantization
@@ -61,10 +62,32 @@ def write_config(folder: Path, part: ModelPart, classifier_config: PretrainedCon
     path = folder / "config.json"
     fields = json.loads(path.read_text())
     fields.pop("quantization_config", None)
-    if (quantization := exported_quantization([part])) is not None:
-        fields["quantization_config"] = compressed_tensors.quantization_config(quantization)
     fields.update(_for_older_readers(fields, part.hub_dtype))
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    add_quantization(folder, part)
+
+
+def add_quantization(folder: Path, part: ModelPart) -> None:
+    """Add the quantization of the export, if it has one, to its config."""
+    quantization = exported_quantization([part])
+    if quantization is None:
+        return
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    described = compressed_tensors.quantization_config(replace(quantization, ignored=_ignored(part, quantization)))
+    path.write_text(json.dumps(fields | {"quantization_config": described}, indent=2, sort_keys=True) + "\n")
+
+
+def _ignored(part: ModelPart, quantization: FakeQuantization) -> tuple[str, ...]:
+    """Return the layers that keep their precision, by their names in the exported model."""
+    names = list(quantization.ignored)
+    if part.within is not None:
+        names = [part.within.in_whole(name) for name in names]
+    if part.front is not None:
+        modules = part.front.composite.named_modules()
+        names += [name for name, module in modules if isinstance(module, nn.Linear)]
+    # Copied to the export, such as the tower of a model that is trained on text.
+    return (*names, *(key.removesuffix(".weight") for key in part.unclaimed if key.endswith(".weight")))
 
 
 def _for_older_readers(fields: dict[str, object], dtype: torch.dtype) -> dict[str, object]:

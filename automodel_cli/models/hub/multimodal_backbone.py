@@ -57,6 +57,13 @@ class BackboneMapping:
     keys: dict[str, str]
     modules: dict[str, str]
 
+    def in_whole(self, name: str) -> str:
+        """Return the name in the full model of a module or parameter of the language model."""
+        for of_text, of_whole in self.modules.items():
+            if f"{name}.".startswith(f"{of_text}."):
+                return of_whole + name.removeprefix(of_text)
+        return name
+
 
 def text_backbone(composite_config: PretrainedConfig, text: PreTrainedModel, keys: Iterable[str]) -> BackboneMapping:
     """Locate `text`, the language model, in the full model whose checkpoint has these keys.

@@ -113,9 +113,9 @@ def check_qat(parallelizer: Strategy, model: ModelConfig, train: TrainConfig, ki
     qat = model.qat
     if qat is None:
         return
-    if kind not in ("sft", "pretrain", "kd"):
+    if kind not in ("sft", "pretrain", "kd", "vlm"):
         raise ConfigError(
-            f"model.qat is not supported with {kind} recipes. Recipes of kind sft, pretrain and kd train and "
+            f"model.qat is not supported with {kind} recipes. Recipes of kind sft, pretrain, kd and vlm train and "
             "export quantized weights",
             code="unsupported_combination",
             keys=("model.qat",),
