@@ -161,16 +161,14 @@ def without_documents(x, by, cu_seqlens, fill):
     return torch.cat([x.flatten()[by:], torch.full((by,), fill)]).view_as(x)
 
 
+FURTHER = "automodel_cli.models.mtp.layers.further"  # of labels, with a fill below 0, and of tokens
 MUTATIONS = {
-    "a label too early": (
-        "automodel_cli.models.model_part.further",
-        lambda x, by, cu, fill: further(x, by - 1, cu, fill),
+    "a label too early": (FURTHER, lambda x, by, cu, fill: further(x, by - (fill < 0), cu, fill)),
+    "labels of the next document": (
+        FURTHER,
+        lambda x, by, cu, fill: (without_documents if fill < 0 else further)(x, by, cu, fill),
     ),
-    "labels of the next document": ("automodel_cli.models.model_part.further", without_documents),
-    "a token too early": (
-        "automodel_cli.models.mtp.layers.further",
-        lambda x, by, cu, fill: further(x, by - 1, cu, fill),
-    ),
+    "a token too early": (FURTHER, lambda x, by, cu, fill: further(x, by - (fill == 0), cu, fill)),
     "half the weight": ("tests.unit.models.mtp.test_layers.WithMultiToken", lambda o, w: Real(o, w / 2)),
 }
 
