@@ -1,4 +1,8 @@
-"""Private names of transformers that convert keys of checkpoints to parameters in memory. Supports 5.17 to 5.24."""
+"""Private names of transformers that convert keys of checkpoints to parameters in memory. Supports 5.17 to 5.24.
+
+Relies on the conversion mapping between hub keys and in-memory (fused) parameters, and on the converter that reads
+lazily into DTensors. Covered by tests/unit/models/checkpoint_io/test_load.py and tests/dist/test_models_sharded.py.
+"""
 
 from __future__ import annotations
 

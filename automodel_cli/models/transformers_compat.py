@@ -1,9 +1,9 @@
 """Access to names of `transformers` that are not public API. Supports 5.17 to 5.24.
 
-Relies on the conversion mapping between hub keys and in-memory (fused) parameters, the converter that reads lazily into
-DTensors, `_init_weights` by module, `_get_dtype_plan`, and torch's `_non_persistent_buffers_set`. Each is covered by
-tests/unit/models/checkpoint_io/test_load.py and tests/dist/test_models_sharded.py. If one changes, only this file
-changes. tests/unit/distributed/test_empty_groups.py covers the grouped GEMM of experts.
+Relies on `_init_weights` by module, `_get_dtype_plan`, and torch's `_non_persistent_buffers_set`. Each is covered by
+tests/unit/models/checkpoint_io/test_load.py and tests/dist/test_models_sharded.py. `conversion_compat.py` and
+`vision/processor_compat.py` have the other names. tests/unit/distributed/test_empty_groups.py covers the grouped GEMM
+of experts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Attention by its definition: dense softmax over groups of segments, with its backward."""
+"""Attention by its definition: dense softmax over groups of segments, with its backward.
+
+A segment is a run of queries and the run of keys that they may see (`varlen_segments.py`). Query i sees key j if `i +
+ahead - window < j <= i + ahead`. `ahead` is the distance from the first key to the first query, 0 for a full document.
+Example: a document of 5 tokens behind a shared prefix of 3 has 5 queries, 8 keys and ahead 3. Its first query sees keys
+0 to 3.
+
+Shapes: G segments of a group, H query heads (KV heads are repeated), S queries and U keys of a segment, D head width, V
+value width.
+"""
 
 from __future__ import annotations
 

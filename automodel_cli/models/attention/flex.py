@@ -1,15 +1,8 @@
 """Attention with torch's FlexAttention: soft caps, fp32 and head widths that flash kernels do not support. O(tokens)
 memory.
 
-Every query sees one run of positions: from the start of its document or window to itself. If documents share a prefix,
-a second run covers the visible part of the prefix. Two integers per query (four with prefixes) and one per key describe
-documents, windows and the reordered rows of context parallelism. Example: documents of 3 and 2 tokens with window 2
-give position = 0 1 2 3 4 and lower = 0 0 1 3 3.
-
-From these integers follows which blocks of 128 x 128 are skipped, which are fully visible, and which evaluate the mask.
-They are computed on the device, once per microbatch and window, and shared by all layers. The compiled kernel receives
-them as data, so that other boundaries need no recompilation. A sink is a term of the log-sum-exp L: O' = O sigmoid(L -
-sink).
+The compiled kernel receives the blocks that queries see as data (`flex_visibility.py`), so that other boundaries need no
+recompilation. A sink is a term of the log-sum-exp L: O' = O sigmoid(L - sink).
 
 On CUDA, torch compiles to Triton kernels. The first use of each head width, dtype and soft cap compares them with the
 definition. On a CPU, the same graph uses the dense definition: slow, exact, for tests. The kernels have NEVER been run

@@ -1,4 +1,15 @@
-"""What each query of packed rows sees, as intervals of keys and as block masks of FlexAttention."""
+"""Keys that each query of packed rows sees, as intervals and as block masks of FlexAttention.
+
+Every query sees one run of positions: from the start of its document or window to itself. If documents share a prefix,
+a second run covers the visible part of the prefix. Two integers per query (four with prefixes) and one per key describe
+documents, windows and the reordered rows of context parallelism. Example: documents of 3 and 2 tokens with window 2
+give position = 0 1 2 3 4 and lower = 0 0 1 3 3.
+
+From these integers follows which blocks of 128 x 128 are skipped, which are fully visible, and which evaluate the mask.
+They are computed on the device, once per microbatch and window, and shared by all layers.
+
+Shapes: N queries, M keys.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attention kernels on documents that are grouped on the host: flash on a CPU, and the dense definition anywhere."""
+"""Attention kernels on documents that are grouped on the host: flash on a CPU, and the dense definition anywhere.
+
+Shapes: B rows, T tokens, H query heads, K KV heads, D head width, V value width, N = B*T tokens, M keys.
+"""
 
 from __future__ import annotations
 

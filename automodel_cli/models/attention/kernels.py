@@ -1,9 +1,4 @@
-"""Attention kernels over groups of segments: CPU flash, CUDA variable-length flash, and the dense definition.
-
-A segment is a run of queries and the run of keys that they may see (`varlen_segments.py`). Query i sees key j if `i +
-ahead - window < j <= i + ahead`. `ahead` is the distance from the first key to the first query, 0 for a full document.
-Example: a document of 5 tokens behind a shared prefix of 3 has 5 queries, 8 keys and ahead 3. Its first query sees keys
-0 to 3.
+"""Flash attention over groups of segments (`dense.py`) on a CPU, and of variable length on CUDA.
 
 Attention sinks need no special kernel. For a flash output O and log-sum-exp L: L' = logaddexp(L, sink) and O' = O *
 exp(L - L'). Given (O', L'), the ordinary flash backward recomputes P = exp(S - L') and rowsum(dO * O'). Therefore dq,

@@ -1,4 +1,8 @@
-"""Kernel calls of ring attention: local queries with the keys of one rank."""
+"""Kernel calls of ring attention: local queries with the keys of one rank, and the merge of their results.
+
+Shapes: N local queries and N keys of each rank, H heads, K KV heads, D one head width for queries, keys and values, n
+and m queries and keys of a call.
+"""
 
 from __future__ import annotations
 

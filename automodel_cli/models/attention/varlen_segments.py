@@ -147,7 +147,7 @@ class Group(NamedTuple):
     ahead: tuple[int, ...]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """See `kernels.visible_mask`."""
+        """See `dense.visible_mask`."""
         return visible_mask(self.query_GS.shape[1], self.num_keys, self.ahead, window, dtype, self.query_GS.device)
 
 

@@ -1,4 +1,8 @@
-"""Scores of tokens: how a head computes them, their fields, and their definition without fusion."""
+"""Scores of tokens: how a head computes them, their fields, and their definition without fusion.
+
+Shapes: S supervised tokens, s tokens of a chunk, V vocabulary (of this rank), N tokens whose log-probs are requested,
+the label first, K top-k tokens.
+"""
 
 from __future__ import annotations
 
