@@ -1,7 +1,7 @@
 """Attention with torch's FlexAttention: soft caps, fp32 and head widths that flash kernels do not support. O(tokens)
 memory.
 
-The compiled kernel receives the blocks that queries see as data (`flex_visibility.py`), so that other boundaries need no
+The compiled kernel receives the blocks that queries see (`flex_visibility.py`) as data. Other boundaries need no
 recompilation. A sink is a term of the log-sum-exp L: O' = O sigmoid(L - sink).
 
 On CUDA, torch compiles to Triton kernels. The first use of each head width, dtype and soft cap compares them with the

@@ -1,7 +1,7 @@
 """Documents of packed rows as a batch of rows: which tokens of each input a document gets, and the way back.
 
-`recurrent_layers.py` runs modules with them. Example: a row with documents of 5, 4 and 1 tokens becomes a batch `[2, 5]`
-and a batch `[1, 1]`.
+`recurrent_layers.py` runs modules with them. Example: a row with documents of 5, 4 and 1 tokens becomes batches of `[2,
+5]` and `[1, 1]`.
 
 Shapes: B rows, T tokens (local with context parallelism), N = B*T, M tokens of the full rows, G documents of a group, S
 tokens of its longest document.
