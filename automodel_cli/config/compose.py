@@ -120,9 +120,13 @@ class Composed:
         """Return the value of `key` in `public`, or the interpolation that contains the key."""
         value: Any = self.public()
         for part in key.split("."):
-            if isinstance(value, str):
-                break
-            value = value[int(part)] if isinstance(value, list) else value[part]
+            match value:
+                case str():
+                    break
+                case list():
+                    value = value[int(part)]
+                case _:
+                    value = value[part]
         return value
 
     def to_yaml(self) -> str:

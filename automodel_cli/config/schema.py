@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, TypeGuard, Union
 
 REQUIRED = object()
 
@@ -37,7 +37,7 @@ def signature(target: Callable[..., Any]) -> Signature:
 
     An annotation that cannot be evaluated (a name under TYPE_CHECKING, a C function) counts as Any.
     """
-    if isinstance(target, type) and dataclasses.is_dataclass(target):
+    if is_dataclass_type(target):
         hints = _hints(target, {f.name: f.type for f in dataclasses.fields(target)}, sys.modules[target.__module__])
         return Signature({f.name: _field(f, hints[f.name]) for f in dataclasses.fields(target) if f.init})
     try:
@@ -54,6 +54,16 @@ def signature(target: Callable[..., Any]) -> Signature:
         for name, p in named.items()
     }
     return Signature(parameters, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspected.parameters.values()))
+
+
+def is_dataclass_type(target: object) -> TypeGuard[type]:
+    """Return whether `target` is a dataclass, and no instance of one."""
+    return isinstance(target, type) and dataclasses.is_dataclass(target)
+
+
+def made_by(target: Callable[..., object]) -> Any:
+    """Return the class of what a target returns: the class itself, or the annotation of a function."""
+    return target if isinstance(target, type) else returned(target)
 
 
 def returned(target: Callable[..., object]) -> Any:
@@ -98,7 +108,7 @@ def members(hint: object) -> tuple[Any, ...]:
 
 def dataclass_members(hint: object) -> list[type]:
     """The dataclasses among the alternatives."""
-    return [m for m in members(hint) if isinstance(m, type) and dataclasses.is_dataclass(m)]
+    return [m for m in members(hint) if is_dataclass_type(m)]
 
 
 def protocol_members(hint: object) -> dict[type, frozenset[str]]:

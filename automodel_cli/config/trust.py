@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from automodel_cli.config.schema import is_dataclass_type
+
 COMMAND, REMOTE_CODE = "command", "remote-code"
 WORDS = (COMMAND, REMOTE_CODE)
 """Values of `--trust`."""
@@ -81,7 +83,7 @@ def imports() -> dict[str, object]:
 def needs(target: object, name: str, key: str, value: object) -> list[Need]:
     """Return the code that the field `name` of the config node `target` executes with `value`. `key` is its config
     key."""
-    if not (isinstance(target, type) and dataclasses.is_dataclass(target)):
+    if not is_dataclass_type(target):
         return []
     danger = next((f.metadata.get(_KEY) for f in dataclasses.fields(target) if f.name == name), None)
     if danger is None or not danger.when(value):

@@ -246,7 +246,7 @@ class Binder:
         )
         if not all(isinstance(option, type) and option is not Any for option in options):
             return
-        made = node.target if isinstance(node.target, type) else schema.returned(node.target)
+        made = schema.made_by(node.target)
         if protocols and (node.partial or not isinstance(made, type)):
             return  # the result is checked when it is called
         if not node.partial and isinstance(made, type) and options and issubclass(made, options):
@@ -270,7 +270,7 @@ class Binder:
 
 def _what_it_makes(node: BoundTarget) -> str:
     """Return the error of a target that is not a config node of the right class, and how to use a model instead."""
-    made = node.target if isinstance(node.target, type) else schema.returned(node.target)
+    made = schema.made_by(node.target)
     if node.key == "model":
         return (
             ". Each rank builds its share of the model, so the config describes the model. Save yours with "

@@ -75,21 +75,22 @@ def _depth(value: object) -> int:
 
 def _lone_surrogate(value: object, place: str) -> tuple[str, str] | None:
     """Return path and text of a lone surrogate. A pair of escaped halves is already one character here."""
-    if isinstance(value, str):
-        half = SURROGATE.search(value)
-        return (place, half[0]) if half else None
-    if isinstance(value, dict):
-        for key, item in value.items():
-            at = SURROGATE.sub("?", key)
-            result = _lone_surrogate(key, f"a key in {place or 'the row'}") or _lone_surrogate(
-                item, f"{place}.{at}" if place else at
-            )
-            if result:
-                return result
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            if result := _lone_surrogate(item, f"{place}[{index}]"):
-                return result
+    match value:
+        case str():
+            half = SURROGATE.search(value)
+            return (place, half[0]) if half else None
+        case dict():
+            for key, item in value.items():
+                at = SURROGATE.sub("?", key)
+                result = _lone_surrogate(key, f"a key in {place or 'the row'}") or _lone_surrogate(
+                    item, f"{place}.{at}" if place else at
+                )
+                if result:
+                    return result
+        case list():
+            for index, item in enumerate(value):
+                if result := _lone_surrogate(item, f"{place}[{index}]"):
+                    return result
     return None
 
 

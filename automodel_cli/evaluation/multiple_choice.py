@@ -105,9 +105,11 @@ def _lines(task: MultipleChoiceSettings) -> list[tuple[str, Any]]:
 
 def _question(row: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> _Question:
     """Raises DataError with the line of a row that is no question with choices."""
-    choices = row.get("choices") if isinstance(row, dict) else None
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-        raise DataError(f"{where}: choices must be a list of at least two texts", code="bad_rows")
+    match row:
+        case {"choices": [_, _, *_] as choices} if all(isinstance(choice, str) and choice for choice in choices):
+            pass
+        case _:
+            raise DataError(f"{where}: choices must be a list of at least two texts", code="bad_rows")
     for column in PICTURE_COLUMNS:
         if row.get(column):
             raise DataError(

@@ -18,15 +18,16 @@ def question_sources(config: EvalConfig) -> tuple[list[Source], list[str]]:
     without = []
     root = cache_root(None)
     for name, task in config.tasks.items():
-        if isinstance(task, MultipleChoiceSettings):
-            sources.append(open_source(SourceConfig(task.path), root))
-        elif isinstance(task, GenerationSettings) and task.data is not None:
-            if task.data.generator is not None:
-                sources.append(TaskSource(task.data.generator, "validation"))
-                continue
-            held_out = task.data.validation_sources()
-            sources += [open_source(each.source, root, whole=each.whole) for each in held_out]
-            sources += [] if held_out else [open_source(each, root) for each in task.data.train_sources()]
-        else:
-            without.append(name)
+        match task:
+            case MultipleChoiceSettings():
+                sources.append(open_source(SourceConfig(task.path), root))
+            case GenerationSettings() if task.data is not None:
+                if task.data.generator is not None:
+                    sources.append(TaskSource(task.data.generator, "validation"))
+                    continue
+                held_out = task.data.validation_sources()
+                sources += [open_source(each.source, root, whole=each.whole) for each in held_out]
+                sources += [] if held_out else [open_source(each, root) for each in task.data.train_sources()]
+            case _:
+                without.append(name)
     return sources, without

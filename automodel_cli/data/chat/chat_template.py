@@ -23,7 +23,7 @@ from automodel_cli.data.chat.renderer import RENDER_FIX, RENDER_SECONDS
 from automodel_cli.data.chat.time_limit import time_limit
 from automodel_cli.data.config import Turns
 from automodel_cli.data.formats.examples import Conversation, Messages
-from automodel_cli.data.row_errors import RowError
+from automodel_cli.data.row_errors import usable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,5 +185,4 @@ def _is_stable(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether a conversation of two plain turns can be one document."""
     encoder = ChatEncoder(tokenizer, template, "assistant", turns="single")
     trained = [message["role"] == "assistant" for message in _FOLLOW_UP]
-    (result,) = encoder.encode([Conversation(_FOLLOW_UP, trained)])
-    return not isinstance(result, RowError)
+    return bool(usable(encoder.encode([Conversation(_FOLLOW_UP, trained)])))

@@ -126,9 +126,7 @@ class RowReader:
             raise self._made("a document that is not text")
 
     def _check_messages(self, messages: Messages, trained: object) -> None:
-        good = isinstance(messages, list) and bool(messages)
-        good = good and all(isinstance(m, dict) and m.get("role") in ROLES for m in messages)
-        if not (good and all(isinstance(m.get("content"), str) for m in messages)):
+        if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
             raise self._made(f"messages without a known role and text: {messages!r:.80}")
         spoken = [message["role"] == "assistant" for message in messages]
         if not isinstance(trained, list) or len(trained) != len(spoken):
@@ -140,3 +138,10 @@ class RowReader:
 
     def _made(self, what: str) -> RowError:
         return RowError("format_error", f"format {self.name} returned {what}")
+
+
+def _is_message(message: object) -> bool:
+    match message:
+        case {"role": role, "content": str()}:
+            return role in ROLES
+    return False

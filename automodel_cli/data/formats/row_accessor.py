@@ -73,16 +73,16 @@ class Fields(Mapping[str, Any]):
 
     def text(self, field: str) -> str:
         """Return a field that must be non-empty text."""
-        value = self[field]
-        if not isinstance(value, str):
-            raise RowError("not_text", f"{self.column(field)} is {type(value).__name__}, not text")
+        value = self._as_text(field, self[field])
         if not value.strip():
             raise RowError("empty", f"{self.column(field)} is empty")
         return value
 
     def optional_text(self, field: str) -> str:
         """Return a text field, or "" if it is missing."""
-        value = self.get(field, "")
+        return self._as_text(field, self.get(field, ""))
+
+    def _as_text(self, field: str, value: object) -> str:
         if not isinstance(value, str):
             raise RowError("not_text", f"{self.column(field)} is {type(value).__name__}, not text")
         return value

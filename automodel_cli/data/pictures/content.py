@@ -52,15 +52,20 @@ def read_picture(value: object, folder: str, max_pixels: int) -> Picture:
 
 def _content(value: object, folder: str) -> tuple[bytes, str | None]:
     """Return the bytes, and their path if they are in a file."""
-    if isinstance(value, dict):
-        for name in VALUE_KEYS:
-            if value.get(name) is not None:
-                return _content(value[name], folder)
-        raise RowError("no_picture", f"the picture has the keys {sorted(value)}, but neither bytes nor a path")
-    if isinstance(value, (bytes, bytearray)):
-        return bytes(value), None
-    if not isinstance(value, str):
-        raise RowError("no_picture", f"the picture is {type(value).__name__}, not a path, bytes or base64")
+    match value:
+        case dict():
+            for name in VALUE_KEYS:
+                if value.get(name) is not None:
+                    return _content(value[name], folder)
+            raise RowError("no_picture", f"the picture has the keys {sorted(value)}, but neither bytes nor a path")
+        case bytes() | bytearray():
+            return bytes(value), None
+        case str():
+            return _content_of_text(value, folder)
+    raise RowError("no_picture", f"the picture is {type(value).__name__}, not a path, bytes or base64")
+
+
+def _content_of_text(value: str, folder: str) -> tuple[bytes, str | None]:
     if value.startswith(("http://", "https://")):
         raise RowError(
             "picture_url",

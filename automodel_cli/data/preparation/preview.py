@@ -4,7 +4,7 @@ sequences. Torch-free, for `check` and `submit`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,16 @@ def _pieces(row: Any, config: DataConfig) -> int:
 
 
 def _num_turns(messages: object) -> int:
-    if not isinstance(messages, list):
-        return 1
-    roles = [message.get("role", message.get("from")) for message in messages if isinstance(message, Mapping)]
-    return sum(role not in ("user", "human", "system") for role in roles)
+    match messages:
+        case list():
+            return sum(map(_is_turn, messages))
+    return 1
+
+
+def _is_turn(message: object) -> bool:
+    match message:
+        case {"role": role} | {"from": role}:
+            return role not in ("user", "human", "system")
+        case {}:
+            return True
+    return False
