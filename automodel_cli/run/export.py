@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -139,7 +139,13 @@ def _title(folder: Path) -> str:
 
 
 def _write(
-    recipe: Recipe, model: Model, tokenizer: Any, folder: Path, title: str, summary: str, stop_ids: Sequence[int]
+    recipe: Recipe,
+    model: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    title: str,
+    summary: str,
+    stop_ids: Sequence[int],
 ) -> None:
     export_hf(
         model.parts,
@@ -221,7 +227,9 @@ def _judged(
         return Checked(reason=f"the forward pass of the export failed: {type(error).__name__}: {error}")
 
 
-def _without_adapters(recipe: Recipe, model: Model, prompts: list[list[int]], score: Any) -> list[torch.Tensor] | None:
+def _without_adapters(
+    recipe: Recipe, model: Model, prompts: list[list[int]], score: Callable[[list[list[int]]], list[torch.Tensor]]
+) -> list[torch.Tensor] | None:
     """Return the values of the base model, to recognize an export without its adapters."""
     if recipe.model.lora is None or recipe.score_head is not None:
         return None

@@ -51,7 +51,7 @@ def prepared_for(device: torch.device) -> Callable[[object], object] | None:
 
 def _gathered(value: object, mesh: Mesh) -> list[object]:
     """Return the objects of all data-parallel ranks. Collective."""
-    found: list[Any] = [None] * mesh.dp_size
+    found: list[object] = [None] * mesh.dp_size
     dist.all_gather_object(found, value, group=mesh.dp.get_group())
     return found
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class PictureAnswers:
             answers.append(Answer(self._prompt_text(question.prompt), text, expected, text == expected, "", shown))
         self.accuracy[when] = Accuracy(tuple(answers), is_sample=True)
 
-    def _text(self, ids: Any) -> str:
+    def _text(self, ids: Iterable[int]) -> str:
         return str(self._session.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
     def _prompt_text(self, ids: np.ndarray) -> str:

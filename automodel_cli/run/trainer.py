@@ -23,7 +23,7 @@ from automodel_cli.data.batch import Batch, Columns, unchanged
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.launch import process_startup, signals
 from automodel_cli.models.hub import passthrough_tensors
-from automodel_cli.objectives.base import metrics_of
+from automodel_cli.objectives.base import Objective, metrics_of
 from automodel_cli.run import best_checkpoint, resumed_schedule
 from automodel_cli.run.base_model_fingerprint import base_model_fingerprint, check_base_model_unchanged
 from automodel_cli.run.loaders import make_loader
@@ -97,7 +97,7 @@ class Trainer:
         factor = extended_factor(recipe.lr_scheduler, self.schedule)
         self.scheduler = build_lr_scheduler(recipe.lr_scheduler, self.optimizer, self.num_steps, factor)
         rng.seed(recipe.seed, dist.get_rank())
-        self._callback_states: Mapping[str, Any] = {}
+        self._callback_states: Mapping[str, object] = {}
         self._begun_from = base_model_fingerprint(recipe.model)
         self._other_weights: str | None = None
         self._new_data: str | None = None
@@ -395,7 +395,7 @@ def _mean(values: Sequence[Tensor]) -> Scalar:
     return torch.stack(list(values)).mean() if values else math.nan
 
 
-def _over_updates(results: Sequence[Mapping[str, Tensor]], objective: Any) -> dict[str, Tensor]:
+def _over_updates(results: Sequence[Mapping[str, Tensor]], objective: Objective) -> dict[str, Tensor]:
     """Combine the metrics of several updates of a step: extrema by min or max, others by their mean."""
     combine = {name: metric.combine for name, metric in metrics_of(objective).items()}
     means = {}

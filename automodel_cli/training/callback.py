@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.fix_syntax import word
@@ -22,10 +22,13 @@ from automodel_cli.config.fix_syntax import word
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
 
     from automodel_cli.distributed.mesh import Mesh
 
     Number = Tensor | float | int
+    N = TypeVar("N")
+    _Measure = Callable[["Run", int, Mapping[str, N]], Mapping[str, N] | None]
 
 _OF_THE_METER = ("step", "memory_gib", "tokens_per_second", "step_seconds", "mfu")
 
@@ -48,7 +51,7 @@ class Run(Protocol):
     first_step: int
     """Number of completed steps at the start of this process: 0, or the step of the resumed checkpoint."""
     num_steps: int
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     mesh: Mesh
     optimizer: torch.optim.Optimizer
 
@@ -132,13 +135,13 @@ class Callbacks:
 
     def step(self, step: int, values: Mapping[str, Number]) -> dict[str, Number]:
         """Return the columns that all callbacks add to the metrics of a step."""
-        return self._gathered("on_step", step, values)
+        return self._gathered("on_step", step, values, lambda callback: callback.on_step)
 
     def validation(self, step: int) -> dict[str, float]:
         """Return the metrics that all callbacks add to a validation."""
-        return self._gathered("on_validation", step, {})
+        return self._gathered("on_validation", step, {}, lambda callback: callback.on_validation)
 
-    def checkpoint(self, step: int) -> dict[str, Any]:
+    def checkpoint(self, step: int) -> dict[str, object]:
         """Return the states to store in a checkpoint, by name of the callback."""
         states = {}
         for name, callback in (self._own | self._users).items():
@@ -174,20 +177,21 @@ class Callbacks:
         number = sum(name.partition(" #")[0] == base for name in (*self._own, *self._users))
         return f"{base} #{number + 1}" if number else base
 
-    def _gathered(self, hook: str, step: int, values: Mapping[str, object]) -> dict[str, Any]:
+    def _gathered(
+        self, hook: str, step: int, values: Mapping[str, N], method_of: Callable[[Callback], _Measure[N]]
+    ) -> dict[str, N]:
         """Collect the results of a hook. Each callback receives the values of the previous ones."""
-        found: dict[str, Any] = {}
+        found: dict[str, N] = {}
         for name, callback in (self._own | self._users).items():
             known = {**values, **found}
             with self._named(name, hook, step):
-                ask = callback.on_step if hook == "on_step" else callback.on_validation
-                more = ask(self._run, step, known)
+                more = method_of(callback)(self._run, step, known)
             if more is not None:
                 self._check(name, hook, more, known)
                 found |= more
         return found
 
-    def _check(self, name: str, hook: str, more: Any, known: Mapping[str, object]) -> None:
+    def _check(self, name: str, hook: str, more: object, known: Mapping[str, object]) -> None:
         """Raise RunError unless `more` is a mapping of new names to scalars."""
         if not isinstance(more, Mapping):
             raise RunError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 LOSS = "val_loss"
 
@@ -23,6 +23,15 @@ class Goal:
         if than is None or math.isnan(than):
             return True
         return value > than if self.maximize else value < than
+
+
+class EarlyStopState(TypedDict):
+    """The count in a checkpoint. `metric` is the one that was counted."""
+
+    metric: str
+    best: float | None
+    best_step: int | None
+    waited: int
 
 
 @dataclass
@@ -55,11 +64,11 @@ class EarlyStop:
         """Whether the run ends."""
         return self.patience is not None and self.waited >= self.patience
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> EarlyStopState:
         """Return JSON values for a checkpoint."""
         return {"metric": self.goal.metric, "best": self.best, "best_step": self.best_step, "waited": self.waited}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: EarlyStopState) -> None:
         """Restore the count. Another metric starts again."""
         if state["metric"] == self.goal.metric:
             self.best, self.best_step, self.waited = state["best"], state["best_step"], state["waited"]

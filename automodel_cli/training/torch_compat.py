@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from automodel_cli.config.errors import RunError
@@ -108,7 +109,7 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _restored(kind: type, before: dict[str, Any]) -> bool:
+def _restored(kind: type, before: dict[str, object]) -> bool:
     """Restore the attributes of a class. Return whether they had changed."""
     now = dict(vars(kind))
     changed = [name for name in {*now, *before} if now.get(name) is not before.get(name)]
@@ -169,7 +170,7 @@ def refuses_by_found_inf(kind: type[torch.optim.Optimizer]) -> type[torch.optim.
 
 
 def shard_of(
-    shape: Sequence[int], mesh: DeviceMesh, coordinate: Sequence[int], placements: Sequence[Any]
+    shape: Sequence[int], mesh: DeviceMesh, coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[slice, ...]:
     """Return the part of a tensor of `shape` that the rank at `coordinate` of `mesh` holds. No communication."""
     sizes, starts = _compute_local_shape_and_global_offset(tuple(shape), mesh.shape, list(coordinate), placements)

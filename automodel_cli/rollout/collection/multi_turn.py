@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -215,5 +215,13 @@ def _unscored(request: SampleRequest, answer: Completion | Episode, tokenizer: P
         )
     text = str(answer.response_messages[-1]["content"])
     sample = (answer.tokens, answer.logprobs, text, answer.finish_reason, answer.weight_version, nothing)
-    known: dict[str, Any] = {"token_versions": answer.versions, "routed_experts": answer.routed_experts}
-    return Sample(place, index, prompt, *sample, answer.generated, answer.response_messages, **known)
+    return Sample(
+        place,
+        index,
+        prompt,
+        *sample,
+        answer.generated,
+        answer.response_messages,
+        token_versions=answer.versions,
+        routed_experts=answer.routed_experts,
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from automodel_cli.models.moe.router_hooks import mark_selections
 from automodel_cli.rollout.engines.base import Engine, Joins
@@ -59,15 +60,13 @@ class EngineHost:
         """See `EngineContext`."""
         recipe, mesh, stages = self._session.recipe, self._session.mesh, self._session.model.stages
         config, trust = self._source_config, recipe.model.trust_remote_code
-        options: dict[str, Any] = {"stop_token_ids": self.stop_token_ids, "trust_remote_code": trust}
+        build = partial(build_sampler, stages, mesh, stop_token_ids=self.stop_token_ids, trust_remote_code=trust)
         if max_num_seqs is None:
-            state_bytes = build_sampler(stages, mesh, **options, max_num_seqs=1).state_bytes()
+            state_bytes = build(max_num_seqs=1).state_bytes()
             max_num_seqs = slots_for(config, recipe.data.seq_len, mesh, state_bytes)
-        options["capture"], steps = settled(cuda_graphs, stages.parts, mesh)
-        engine = build_sampler(
-            stages,
-            mesh,
-            **options,
+        capture, steps = settled(cuda_graphs, stages.parts, mesh)
+        engine = build(
+            capture=capture,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             refill_threshold=refill_threshold,

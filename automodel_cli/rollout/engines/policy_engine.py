@@ -22,6 +22,7 @@ from automodel_cli.rollout.engines.sampler.sampler import Sampler
 from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 from automodel_cli.run.checks.token_ids import pad_id
+from automodel_cli.models.model_part import model_parts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -243,7 +244,7 @@ def build_decoder(stages: Stages, mesh: Mesh, *, trust_remote_code: bool = False
     """See `build_sampler`."""
     parts = stages.parts
     sharded = any(isinstance(module, FSDPModule) for part in parts for module in part.modules())
-    local_parts, rank = iter(parts), mesh.pp.get_local_rank()
+    local_parts, rank = iter(model_parts(stages.parts)), mesh.pp.get_local_rank()
     return Decoder(
         [DecoderStage(owner, next(local_parts) if owner == rank else None) for owner in stages.stage_owners],
         mesh.device,

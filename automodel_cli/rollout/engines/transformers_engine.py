@@ -209,7 +209,7 @@ class _Record:
         self._stack.callback(handle.remove)
         self._stack.enter_context(choosing(self._recorder))
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def _read(self, model: object, args: object, kwargs: dict[str, Any], output: Tensor) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub.source import hf_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from automodel_cli.data.storage.memmap_store import PackedStore
+    from automodel_cli.data.streaming.streamed_data import StreamedData
 
 _MULTIPLE = 64  # of embedding rows, which tensor parallelism and matrix units require
 
@@ -25,9 +29,9 @@ class _Rows(Protocol):
 
 class _Prepared(Protocol):
     @property
-    def train(self) -> Any: ...
+    def train(self) -> _Rows: ...
     @property
-    def validation(self) -> Any: ...
+    def validation(self) -> _Rows | None: ...
 
 
 def num_embeddings(config: ModelConfig) -> int:
@@ -41,20 +45,25 @@ def check_prepared(prepared: _Prepared, tokenizer: PreTrainedTokenizerBase, conf
 
     A padding token beyond the table is replaced by a token in the table, because no token attends to padding.
     """
+    _check_datasets({"training": prepared.train, "validation": prepared.validation}, tokenizer, config)
+
+
+def _check_datasets(
+    datasets: Mapping[str, _Rows | None], tokenizer: PreTrainedTokenizerBase, config: ModelConfig
+) -> None:
     rows = _rows_if_too_few(tokenizer, config)
     if rows is None:
         return
-    for name, dataset in (("training", prepared.train), ("validation", prepared.validation)):
+    for name, dataset in datasets.items():
         if dataset is not None:
             _check(dataset, name, rows, tokenizer, config)
             if getattr(dataset, "pad_id", 0) >= rows:
-                dataset.pad_id = pad_id(tokenizer, rows)
+                set_attributes(dataset, pad_id=pad_id(tokenizer, rows))
 
 
-def check_streamed(streamed: Any, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
+def check_streamed(streamed: StreamedData, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
     """The same for data that are read while the run trains: each block is checked before its first step."""
-    if streamed.validation is not None:
-        check_prepared(_ValidationOnly(streamed.validation), tokenizer, config)
+    _check_datasets({"validation": streamed.validation}, tokenizer, config)
     if (rows := _rows_if_too_few(tokenizer, config)) is None:
         return
     train = streamed.train
@@ -72,25 +81,18 @@ def check_tokens(
         _check(_Listed(documents), what, rows, tokenizer, config)
 
 
-def pad_id(tokenizer: Any, num_rows: int) -> int:
+def pad_id(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> int:
     """Return the tokenizer's padding or end token, whichever comes first and has an embedding, otherwise 0."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((i for i in candidates if i is not None and i < num_rows), 0)
 
 
 @dataclass(frozen=True)
-class _ValidationOnly:
-    validation: Any
-    train: Any = None
-
-
-@dataclass(frozen=True)
 class _Stored:
-    store: Any
+    store: PackedStore
 
     def largest_id(self) -> tuple[int, str]:
-        found: tuple[int, str] = self.store.largest()
-        return found
+        return self.store.largest()
 
 
 class _Listed:
@@ -107,7 +109,7 @@ def _rows_if_too_few(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) ->
     return rows if max(tokenizer.get_vocab().values(), default=-1) >= rows else None
 
 
-def _check(dataset: _Rows, what: str, rows: int, tokenizer: Any, config: ModelConfig) -> None:
+def _check(dataset: _Rows, what: str, rows: int, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
     largest, place = dataset.largest_id()
     if largest < rows:
         return

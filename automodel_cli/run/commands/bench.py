@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ def _as_json(times: BenchTimes) -> dict[str, object]:
     return {**vars(times), **derived}
 
 
-def _write(path: Path | None, found: dict[str, Any]) -> None:
+def _write(path: Path | None, found: Mapping[str, object]) -> None:
     if path is not None:
         path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         print(f"written to {path}")

@@ -10,12 +10,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.training.callback import Callback
 
 if TYPE_CHECKING:
+    from torch.profiler import profile
+
     from automodel_cli.training.callback import Number, Run
 
 # Kinds of operators and CUDA kernels by parts of their names. The first match wins.
@@ -38,6 +40,16 @@ class _Times:
     label_tokens: list[int] = field(default_factory=list)
 
 
+@dataclass
+class _Progress:
+    """Times so far, wall and CPU clock at the end of the previous step, and the running profiler."""
+
+    times: _Times = field(default_factory=_Times)
+    at: float | None = None
+    cpu: float = 0.0
+    profile: profile | None = None
+
+
 @dataclass(frozen=True)
 class BenchmarkCallback(Callback):
     """Times `steps` steps after `warmup` of them, writes `output` (JSON, rank 0) and ends the run there.
@@ -50,7 +62,7 @@ class BenchmarkCallback(Callback):
     warmup: int
     steps: int
     profile: bool = True
-    _state: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _state: _Progress = field(default_factory=_Progress, init=False, repr=False, compare=False)
 
     def on_start(self, run: Run, state: object) -> None:
         needed = self.warmup + self.steps + self.profile
@@ -62,23 +74,20 @@ class BenchmarkCallback(Callback):
                 keys=("train.max_steps", "train.epochs"),
                 fix=f"train.max_steps={needed} train.epochs=null",
             )
-        self._state.update(times=_Times(), at=None, cpu=0.0, profile=None)
 
     def on_step(self, run: Run, step: int, values: Mapping[str, Number]) -> None:
-        now, cpu, times = _now(run), time.process_time(), self._state["times"]
-        if self.warmup < step <= self.warmup + self.steps and self._state["at"] is not None:
-            times.seconds.append(now - self._state["at"])
-            times.cpu_seconds.append(cpu - self._state["cpu"])
-            times.tokens.append(int(values["num_tokens"]))
-            times.label_tokens.append(int(values["num_label_tokens"]))
-        profiled = None
+        now, cpu, state = _now(run), time.process_time(), self._state
+        if self.warmup < step <= self.warmup + self.steps and state.at is not None:
+            state.times.seconds.append(now - state.at)
+            state.times.cpu_seconds.append(cpu - state.cpu)
+            state.times.tokens.append(int(values["num_tokens"]))
+            state.times.label_tokens.append(int(values["num_label_tokens"]))
         if step == self.warmup + self.steps + self.profile:
-            profiled = self._state["profile"] and _by_kind(self._state["profile"])
-            self._write(run, profiled or {})
+            self._write(run, {} if state.profile is None else _by_kind(state.profile))
             raise SystemExit(0)
         if step == self.warmup + self.steps:
-            self._state["profile"] = _start_profile(run)
-        self._state["at"], self._state["cpu"] = _now(run), time.process_time()
+            state.profile = _start_profile(run)
+        state.at, state.cpu = _now(run), time.process_time()
 
     def _write(self, run: Run, profiled: dict[str, float]) -> None:
         import torch
@@ -89,9 +98,8 @@ class BenchmarkCallback(Callback):
         memory = max_over_ranks(peak_memory_gib(device), device)
         if not run.is_main:
             return
-        times: _Times = self._state["times"]
         result = {
-            **vars(times),
+            **vars(self._state.times),
             "memory_gib": memory,
             "ranks": run.mesh.layout.world_size,
             "layout": str(run.mesh.layout),
@@ -109,7 +117,7 @@ def _now(run: Run) -> float:
     return time.perf_counter()
 
 
-def _start_profile(run: Run) -> Any:
+def _start_profile(run: Run) -> profile:
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if run.mesh.device.type == "cuda" else [])]
@@ -118,7 +126,7 @@ def _start_profile(run: Run) -> Any:
     return started
 
 
-def _by_kind(profiled: Any) -> dict[str, float]:
+def _by_kind(profiled: profile) -> dict[str, float]:
     """Return seconds of the step by kind, from each operator's self time: kernels on a GPU, otherwise CPU time."""
     profiled.stop()
     events = profiled.key_averages()

@@ -43,22 +43,21 @@ class Speaker:
 
     name: str
     model: Any
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     messages: list[dict[str, Any]]
     processor: Any = None
-    pictures: list[Any] = field(default_factory=list)
+    pictures: list[object] = field(default_factory=list)
 
     @classmethod
     def load(cls, name: str, folder: str, *, adapter: Path | None = None, trust_remote_code: bool = False) -> Speaker:
         """Load a folder or hub id with `transformers`. With `adapter`, add unmerged adapters."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         with transformers_compat.quiet():
-            kind: Any = None if trust_remote_code else type(AutoConfig.from_pretrained(folder))
-            reads_pictures = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            kind = None if trust_remote_code else type(AutoConfig.from_pretrained(folder))
+            reads_pictures = kind is not None and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
             is_text_model = not reads_pictures and (kind is None or kind in MODEL_FOR_CAUSAL_LM_MAPPING)
             auto: Any = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
-            model: Any = auto.from_pretrained(folder, dtype="auto", **options)
+            model: Any = auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)
         model.to(device)
         if adapter is not None:
             try:
@@ -70,12 +69,14 @@ class Speaker:
                     fix="pip install 'automodel-cli[peft]'",
                 ) from None
             model.generation_config = GenerationConfig.from_pretrained(adapter.parent)  # with the trained stop tokens
-            num_rows = AutoConfig.from_pretrained(adapter.parent, **options).get_text_config().vocab_size
+            config = AutoConfig.from_pretrained(adapter.parent, trust_remote_code=trust_remote_code)
+            num_rows = config.get_text_config().vocab_size
             if num_rows != model.config.get_text_config().vocab_size:  # with the rows of new tokens
                 model.resize_token_embeddings(num_rows, mean_resizing=False)
             model = PeftModel.from_pretrained(model, str(adapter))
             model.to(device)
-        tokenizer = AutoTokenizer.from_pretrained(folder if adapter is None else adapter.parent, **options)
+        of = folder if adapter is None else adapter.parent
+        tokenizer = AutoTokenizer.from_pretrained(of, trust_remote_code=trust_remote_code)
         return cls(name, model.eval(), tokenizer, [], _processor(folder, tokenizer) if reads_pictures else None)
 
     def forget(self) -> None:
@@ -87,7 +88,7 @@ class Speaker:
         """Yield the pieces of the response as they arrive, then add it to the conversation. `pictures`: RGB, shown
         before the question."""
         parts = [{"type": "image"} for _ in pictures]
-        content: Any = [*parts, {"type": "text", "text": question}] if pictures else question
+        content: object = [*parts, {"type": "text", "text": question}] if pictures else question
         self.messages.append({"role": "user", "content": content})
         self.pictures += pictures
         inputs = {name: value.to(self.model.device) for name, value in self._inputs(question).items()}
@@ -112,11 +113,11 @@ class Speaker:
             raise failure[0]
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
-    def _inputs(self, question: str) -> dict[str, Any]:
+    def _inputs(self, question: str) -> dict[str, torch.Tensor]:
         """Return the keywords of the model for the conversation."""
         if not self.pictures:
             if self.tokenizer.chat_template:
-                encoded = self.tokenizer.apply_chat_template(
+                encoded: Any = self.tokenizer.apply_chat_template(
                     self.messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
                 )
             else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.config.fix_syntax import word
@@ -27,9 +26,9 @@ def convert_data(
 ) -> None:
     """Convert a dataset, and print what was written."""
     loaded = None if tokenizer is None else load_tokenizer(ModelConfig(pretrained=tokenizer, tokenizer=tokenizer))
-    options: dict[str, Any] = {"layout": layout, "column": column, "append_eos": append_eos}
     try:
-        done = convert(SourceConfig(source, name=name, split=split), target, tokenizer=loaded, **options)
+        dataset = SourceConfig(source, name=name, split=split)
+        done = convert(dataset, target, tokenizer=loaded, layout=layout, column=column, append_eos=append_eos)
     except DataError as error:  # errors of the source name the keys of a config
         fix = error.fix and re.sub(r"\bdata\.(path|split)=", lambda key: "--split " * (key[1] == "split"), error.fix)
         raise DataError(error.message, code=error.code, fix=fix) from error

@@ -60,8 +60,6 @@ def decided_together(recipe: Recipe, mesh: Mesh) -> tuple[Recipe, str | None]:
     memory = None
     if mesh.device.type == "cuda":
         memory = -max_over_ranks(-float(torch.cuda.get_device_properties(mesh.device).total_memory), mesh.device)
-    decision: list[Any] = [None]
-    if dist.get_rank() == 0:
-        decision = [decide(recipe, mesh.layout, memory)]
+    decision = [decide(recipe, mesh.layout, memory) if dist.get_rank() == 0 else CheckpointingChoice("full")]
     dist.broadcast_object_list(decision, src=0, device=torch.device("cpu"))
     return with_choice(recipe, decision[0]), str(decision[0])

@@ -43,7 +43,7 @@ class Planned:
     """A change that the checks allow, the recipe that it makes and its plan."""
 
     change: Change
-    recipe: Any
+    recipe: Recipe
     plan: Plan
 
 

@@ -7,15 +7,29 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TypedDict
 
 _TORCH = f"{os.sep}torch{os.sep}"
 _DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
 
 
+class RankState(TypedDict):
+    """What a rank publishes about itself: a counter of signs of life, and where it is since `seconds`."""
+
+    rank: int
+    beats: int
+    step: int
+    where: str
+    seconds: float
+    at: str
+    waits: bool
+    host: str
+    pid: int
+
+
 def sentence(
-    before: Mapping[int, Mapping[str, Any]],
-    after: Mapping[int, Mapping[str, Any]],
+    before: Mapping[int, RankState],
+    after: Mapping[int, RankState],
     recorded: bytes | None,
     logs: Path,
     *,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -28,7 +28,7 @@ from automodel_cli.config.safe_files import open_own, replace
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.store_client import StoreTalk
 from automodel_cli.launch import rank_process, safe_output
-from automodel_cli.training.monitors.stall_report import frame_text, sentence, waits
+from automodel_cli.training.monitors.stall_report import RankState, frame_text, sentence, waits
 
 T = TypeVar("T")
 FIRST_SECONDS = 1500.0
@@ -39,9 +39,6 @@ _ANSWER_SECONDS = 5.0
 """Response time of the store. On a cluster network it takes a millisecond."""
 _EXPIRED, _SPEAKER = "hang/expired", "hang/speaker"
 _STACKS_SIGNAL = signal.SIGUSR2
-
-_UNHEARD = {"beats": -1, "step": 0, "where": "before its first step", "at": "?", "waits": False, "host": "?", "pid": 0}
-_UNHEARD |= {"seconds": FIRST_SECONDS}
 
 
 class Watchdog:
@@ -175,7 +172,7 @@ class Watchdog:
     def _ask(self, question: Callable[[dist.Store], T]) -> T | None:
         return None if self._talk is None else self._talk.ask(question, _ANSWER_SECONDS)
 
-    def _state(self) -> dict[str, object]:
+    def _state(self) -> RankState:
         frame = sys._current_frames().get(self._main)
         return {
             "rank": self._rank,
@@ -214,22 +211,33 @@ class Watchdog:
         rank_process.report_exit_code(1)
         os._exit(1)
 
-    def _states(self) -> dict[int, dict[str, Any]]:
+    def _states(self) -> dict[int, RankState]:
         """Return the last published state of every rank; only that of this rank if the store does not respond."""
 
-        def of_all(store: dist.Store) -> dict[int, dict[str, object]]:
+        def of_all(store: dist.Store) -> dict[int, RankState]:
             keys = {rank: _key(rank) for rank in range(self._world_size)}
             published = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
-            return {
-                rank: json.loads(published[rank]) if rank in published else _UNHEARD | {"rank": rank} for rank in keys
-            }
+            return {rank: json.loads(published[rank]) if rank in published else _unheard(rank) for rank in keys}
 
         return self._ask(of_all) or {self._rank: self._state()}
 
 
-def _ask_for_stacks(
-    before: Mapping[int, Mapping[str, Any]], after: Mapping[int, Mapping[str, Any]], speaker: int
-) -> None:
+def _unheard(rank: int) -> RankState:
+    """Return the state of a rank that has published none."""
+    return {
+        "rank": rank,
+        "beats": -1,
+        "step": 0,
+        "where": "before its first step",
+        "seconds": FIRST_SECONDS,
+        "at": "?",
+        "waits": False,
+        "host": "?",
+        "pid": 0,
+    }
+
+
+def _ask_for_stacks(before: Mapping[int, RankState], after: Mapping[int, RankState], speaker: int) -> None:
     """Print the stacks of a silent rank on this host. It may hold the interpreter, which faulthandler does not need."""
     here = after[speaker]["host"]
     for rank, state in after.items():

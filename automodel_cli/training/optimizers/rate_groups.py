@@ -12,6 +12,7 @@ from automodel_cli.config.parameter_patterns import any_matches, check_matched, 
 from automodel_cli.config.value_checks import check_choice, check_range
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 Algorithm = Literal["muon", "adamw"]
@@ -102,7 +103,7 @@ class HasGroups:
         return Rates(self.groups, self.layer_decay, num_layers(parts))
 
 
-def shown_ratio(node: Any, optimizer: Any) -> float:
+def shown_ratio(node: Any, optimizer: torch.optim.Optimizer) -> float:
     """Return the optimizer's peak learning rate over that of its first group. Runs log the rate of the config, which
     does not depend on the parameters of a pipeline stage. Call before a schedule changes the rates."""
     rules = getattr(node, "groups", None) or getattr(node, "layer_decay", None)

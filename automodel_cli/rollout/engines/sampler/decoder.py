@@ -11,29 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.models.document_masking import document_bounds, recurrent_layers
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes import token_mixing
 from automodel_cli.rollout.engines.sampler.kv_cache import NAME
 from automodel_cli.rollout.routed_experts import join_layers
 
-
-class Part(Protocol):
-    """Used interface of a `ModelPart`: called as in training, with a head that returns logits."""
-
-    model: Any
-    head: Any
-    source_config: Any
-
-    def __call__(self, hidden_BTD: Tensor | None = None, *, labels: Tensor, **model_inputs: Any) -> Tensor: ...
-
-    def whole_rows(self) -> AbstractContextManager[None]: ...
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,7 @@ class DecoderStage:
     """One pipeline stage. `part` is None on ranks that do not own it. `owner` is a rank of the group."""
 
     owner: int
-    part: Any
+    part: ModelPart | None
 
 
 class Decoder:
@@ -78,7 +71,7 @@ class Decoder:
         self._rank = 0 if pp_group is None else dist.get_rank(pp_group)
 
     @classmethod
-    def from_part(cls, part: Any, device: torch.device | str = "cpu", **options: Any) -> Decoder:
+    def from_part(cls, part: ModelPart, device: torch.device | str = "cpu", **options: Any) -> Decoder:
         """Build a decoder of one part that contains the complete model."""
         return cls([DecoderStage(0, part)], torch.device(device), **options)
 
@@ -107,7 +100,7 @@ class Decoder:
             for module, mode in zip(modules, training, strict=True):
                 module.training = mode
 
-    def new_cache(self) -> Any:
+    def new_cache(self) -> object:
         """An empty cache as the family's own generation makes it."""
         return token_mixing.new_cache(self.parts[0].source_config, trust_remote_code=self._trust)
 
@@ -177,7 +170,7 @@ class Decoder:
 
 
 @contextmanager
-def _logits_head(part: Part, wanted_S: Tensor) -> Iterator[None]:
+def _logits_head(part: ModelPart, wanted_S: Tensor) -> Iterator[None]:
     """Replace the head of the part, so that its forward returns logits instead of log-probs. Hooks around the head
     (gathering, autocast) remain active."""
     head = part.head
@@ -186,7 +179,7 @@ def _logits_head(part: Part, wanted_S: Tensor) -> Iterator[None]:
         logits_SV: Tensor = head.logits(hidden_BTD.flatten(0, 1)[wanted_S])
         return logits_SV
 
-    part.head = logits
+    set_attributes(part, head=logits)
     try:
         yield
     finally:
@@ -194,7 +187,7 @@ def _logits_head(part: Part, wanted_S: Tensor) -> Iterator[None]:
 
 
 def fsdp_gathered(
-    parts: Sequence[nn.Module], reshards_after_forward: Callable[[Any], bool]
+    parts: Sequence[nn.Module], reshards_after_forward: Callable[[FSDPModule], bool]
 ) -> Callable[[], AbstractContextManager[None]]:
     """Keep FSDP2 parameters gathered during a phase, so that ranks may run different numbers of forwards. The first
     forward gathers on all ranks (the sampler runs a dummy if a rank has no prompt). The end of the phase frees.

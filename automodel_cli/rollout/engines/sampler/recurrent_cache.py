@@ -20,7 +20,7 @@ from automodel_cli.models import transformers_compat
 from automodel_cli.models.document_masking.document_bounds import DocumentBounds
 from automodel_cli.rollout.engines.sampler.kv_cache import Decode, Prefill
 
-NewCache = Callable[[], Any]
+NewCache = Callable[[], object]
 """An empty cache of the library, of the kind that the model's own generation makes."""
 
 _Path = tuple[object, ...]
@@ -32,7 +32,7 @@ class StateSlots:
     def __init__(self, max_num_seqs: int, new_cache: NewCache):
         self.max_num_seqs, self._new_cache = max_num_seqs, new_cache
         self._states: dict[nn.Module, dict[_Path, Tensor]] = {}
-        self._decoding: Any = None  # the cache of decoding steps, created by the first prompts
+        self._decoding: object = None  # the cache of decoding steps, created by the first prompts
         self._forward: Prefill | Decode | None = None
         self._documents: DocumentBounds | None = None
         self._batches: list[list[int]] = []
@@ -172,7 +172,7 @@ def _at(value: Any, path: _Path) -> Any:
     return value
 
 
-def _put(value: Any, path: _Path, tensor: Tensor) -> None:
+def _put(value: object, path: _Path, tensor: Tensor) -> None:
     *way, last = path
     holder = _at(value, tuple(way))
     if isinstance(last, _Attribute):

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +67,7 @@ def start_servers(servers: GenerationServers, log_dir: Path, at_exit: ExitStack,
             urls = _started(servers, machines, log_dir, at_exit, timeout)
     except (ConfigError, RunError) as raised:
         error = raised
-    everywhere: list[Any] = [None] * machines.world
+    everywhere = [(urls, error)] * machines.world
     dist.all_gather_object(everywhere, (urls, error))
     for _, failed in everywhere:
         if failed is not None:

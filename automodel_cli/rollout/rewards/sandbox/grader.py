@@ -39,12 +39,12 @@ class Judge(Peer):  # type: ignore[misc]
         self._callbacks.append(value)
         return {"k": "call", "v": len(self._callbacks) - 1}
 
-    def load(self, kind: str, number: int) -> Any:
+    def load(self, kind: str, number: int) -> object:
         if kind == "back":
             return self._callbacks[number]
         return self._remote.setdefault(number, Remote(self, number))
 
-    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, message: dict[str, Any]) -> dict[str, object]:
         """Handle a request of the tested code: it may only call functions of the test."""
         if message["op"] != "callback":
             raise Gone
@@ -70,7 +70,7 @@ class Judge(Peer):  # type: ignore[misc]
     def bind(self, code: str, names: set[str], entry_point: str | None) -> dict[str, object]:
         """Run the tested code in the other process, and return the meaning of the names that the test uses."""
         loaded = self.do("load", code)
-        bound: dict[str, Any] = {}
+        bound: dict[str, object] = {}
         for name in names & set(loaded):
             if hasattr(builtins, name) and name != entry_point:
                 continue  # the tested code must not redefine `all` or `isinstance` in a test

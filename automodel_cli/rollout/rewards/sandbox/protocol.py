@@ -44,14 +44,14 @@ class Peer:
         while True:
             self.send(self.answer(self.receive()))
 
-    def answer(self, message: dict[str, object]) -> dict[str, Any]:
+    def answer(self, message: dict[str, object]) -> dict[str, object]:
         raise NotImplementedError
 
     def hold(self, value: object) -> dict[str, object]:
         """Return the reference of an object that stays here. Raises TypeError for objects that must not be shared."""
         raise NotImplementedError
 
-    def load(self, kind: str, number: int) -> Any:
+    def load(self, kind: str, number: int) -> object:
         """Return the local object of a `hold` of the other side."""
         raise NotImplementedError
 

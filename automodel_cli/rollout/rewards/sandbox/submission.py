@@ -51,10 +51,10 @@ class Player(Peer):  # type: ignore[misc]
             self._objects.append(value)
         return {"k": "object", "v": self._numbers[id(value)]}
 
-    def load(self, kind: str, number: int) -> Any:
+    def load(self, kind: str, number: int) -> object:
         return self._objects[number] if kind == "back" else _Callback(self, number)
 
-    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, message: dict[str, Any]) -> dict[str, object]:
         out = io.StringIO()
         args = [self.decode(a) for a in message["args"]]
         try:
