@@ -89,6 +89,14 @@ class Completion:
         """The weight version of each token."""
         return [self.weight_version] * len(self.tokens) if self.token_versions is None else self.token_versions
 
+    def about(self, index: int, prompt: Prompt) -> Completion:
+        """Return itself: a completion contains nothing of its prompt. An episode does (`Episode.about`)."""
+        return self
+
+    def without_prompt(self) -> Completion:
+        """Return itself, as above."""
+        return self
+
 
 @dataclass(frozen=True)
 class Score:

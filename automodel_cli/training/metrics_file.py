@@ -23,8 +23,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(step := row.get("step"), int) and not isinstance(step, bool):
-            rows.append(row)
+        match row:
+            case {"step": bool()}:
+                continue
+            case {"step": int()}:
+                rows.append(row)
     return rows
 
 

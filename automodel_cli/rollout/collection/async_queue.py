@@ -41,7 +41,6 @@ from automodel_cli.rollout.collection.queue_checkpoint import (
 )
 from automodel_cli.rollout.engines.base import Engine
 from automodel_cli.rollout.engines.policy_engine import RankZeroEngine, Start
-from automodel_cli.rollout.environments.episode import Episode
 from automodel_cli.rollout.types import SamplingParams, WeightStream
 
 SampleRequest = tuple[int, int, Prompt]
@@ -189,7 +188,9 @@ class SampleQueue:
             # Places are global, so a resumed run may distribute prompts to another number of ranks.
             everywhere: list[dict[Place, Answer]] = [{} for _ in range(dist.get_world_size())]
             places = [(place, index) for place, index, _ in held.requests] if held.answers else []
-            dist.all_gather_object(everywhere, dict(zip(places, map(_without_prompt, held.answers), strict=True)))
+            dist.all_gather_object(
+                everywhere, dict(zip(places, (answer.without_prompt() for answer in held.answers), strict=True))
+            )
             # ranks that share prompts have the same answers
             rollouts.append(
                 pack_samples({place: answer for of_rank in everywhere for place, answer in of_rank.items()})
@@ -214,7 +215,9 @@ class SampleQueue:
             kept_settings = {"routing": False, **self._kept_settings}  # a checkpoint may be older than that
             if kept_settings != self._settings_of(params) or of_them < oldest:
                 return None
-            return Generated(requests, [_with_prompt(rollout[request[:2]], request) for request in requests], 0.0)
+            return Generated(
+                requests, [rollout[place, index].about(index, prompt) for place, index, prompt in requests], 0.0
+            )
         return None
 
     def _settings_of(self, params: SamplingParams) -> dict[str, object]:
@@ -256,15 +259,3 @@ def _on_own_stream(draw: Callable[[], T], ready: torch.cuda.Stream) -> T:
         result = draw()
     stream.synchronize()
     return result
-
-
-def _without_prompt(answer: Answer) -> Answer:
-    """Return the answer without its prompt and without the state of the environment, which other ranks do not need."""
-    if not isinstance(answer, Episode):
-        return answer
-    return dataclasses.replace(answer, prompt=(), messages=(), row={}, tools=None, state=None, rendered=[])
-
-
-def _with_prompt(answer: Answer, request: SampleRequest) -> Answer:
-    _, index, prompt = request
-    return answer.about(index, prompt) if isinstance(answer, Episode) else answer

@@ -68,6 +68,10 @@ class Episode:
         name, messages = sample_name(index, prompt), prompt.messages
         return replace(self, name=name, prompt=prompt.tokens, messages=messages, row=prompt.row, tools=prompt.tools)
 
+    def without_prompt(self) -> Episode:
+        """Return it without its prompt and without the state of the environment, which other ranks do not need."""
+        return replace(self, prompt=(), messages=(), row={}, tools=None, state=None, rendered=[])
+
     @property
     def reward(self) -> float:
         """Sum over turns."""

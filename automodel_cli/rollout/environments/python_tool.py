@@ -75,9 +75,11 @@ class PythonTool(ToolEnvironment):
     async def call(self, name: str, arguments: dict[str, object]) -> str:
         """Return the output, and the end of the error output. Raises ToolError if the program fails, and OSError if
         the sandbox does not start."""
-        code = arguments.get("code")
-        if not isinstance(code, str) or len(arguments) != 1:
-            raise ToolError("python takes code, a text, and nothing else")
+        match arguments:
+            case {"code": str() as code, **others} if not others:
+                pass
+            case _:
+                raise ToolError("python takes code, a text, and nothing else")
         limits = replace(Limits(), seconds=self.seconds, memory_bytes=self.memory_mib * 2**20)
         outcome = await in_thread(partial(run_python, code, "", limits))
         if outcome.timed_out:

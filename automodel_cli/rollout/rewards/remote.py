@@ -68,12 +68,10 @@ class ScoreServer(BatchReward):
     def _asked(self, server: Server, samples: Sequence[RewardInput]) -> list[float | None]:
         told = [{"completion": s.completion, "messages": s.messages, "row": s.row, "group": s.group} for s in samples]
         answer = server.post(self.path, {"samples": told})
-        scores = answer.get("scores") if isinstance(answer, dict) else None
-        if not isinstance(scores, list) or len(scores) != len(samples):
-            raise ValueError(
-                f'{self.url}{self.path} answered {answer!r:.200}, not {{"scores": [{len(samples)} numbers]}}'
-            )
-        return scores  # one that is no number is an error of its sample
+        match answer:
+            case {"scores": list() as scores} if len(scores) == len(samples):
+                return scores  # one that is no number is an error of its sample
+        raise ValueError(f'{self.url}{self.path} answered {answer!r:.200}, not {{"scores": [{len(samples)} numbers]}}')
 
     def _batches(self, samples: Sequence[RewardInput]) -> Iterator[Sequence[RewardInput]]:
         begin = 0

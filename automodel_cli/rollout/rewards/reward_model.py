@@ -62,7 +62,6 @@ class RewardModel(Reward):
 @functools.cache
 def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[str, object]]], float]:
     """From messages to their score."""
-    import numpy as np
     import torch
     from transformers import AutoTokenizer
 
@@ -84,14 +83,18 @@ def _loaded(folder: str, dtype: str, chat_template: str) -> Callable[[list[dict[
 
     def judge(messages: list[dict[str, Any]]) -> float:
         (encoded,) = encoder.encode([{"messages": messages}])
-        if isinstance(encoded, RowError) and template is not None and not messages[-1]["content"].strip():
-            # the text comes from the model, not from a dataset, so it must not raise
-            ids: Any = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=False)
-            encoded = Encoded(as_ids(ids), np.ones(len(ids), np.uint8))
-        if not isinstance(encoded, Encoded):
-            reason = encoded.message if isinstance(encoded, RowError) else "it is no single document"
-            raise ValueError(f"the conversation cannot be rendered: {reason}")
-        ids_1T = torch.from_numpy(encoded.ids)[None].long().to(device)
+        match encoded:
+            case Encoded():
+                tokens = encoded.ids
+            case RowError() if template is not None and not messages[-1]["content"].strip():
+                # the text comes from the model, not from a dataset, so it must not raise
+                ids: Any = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=False)
+                tokens = as_ids(ids)
+            case RowError():
+                raise ValueError(f"the conversation cannot be rendered: {encoded.message}")
+            case _:
+                raise ValueError("the conversation cannot be rendered: it is no single document")
+        ids_1T = torch.from_numpy(tokens)[None].long().to(device)
         with torch.no_grad():
             return float(model(input_ids=ids_1T, use_cache=False).logits[0, 0].float())
 

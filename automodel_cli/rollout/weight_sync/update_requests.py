@@ -47,8 +47,8 @@ class UpdateClient:
         """Sent once for all buckets."""
 
     def update_weights(self, update_info: dict[str, object] | list[dict[str, object]]) -> None:
-        infos = [json_safe(info) for info in (update_info if isinstance(update_info, list) else [update_info])]
-        self.each("/update_weights", {"update_info": infos if isinstance(update_info, list) else infos[0]})
+        safe = list(map(json_safe, update_info)) if isinstance(update_info, list) else json_safe(update_info)
+        self.each("/update_weights", {"update_info": safe})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Sent once for all buckets."""

@@ -39,7 +39,7 @@ class Written:
         """Return the first of the names that holds an integer."""
         for name in names:
             value = self.fields.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
+            if type(value) is int:  # not a bool
                 return name, value
         return None
 

@@ -49,7 +49,7 @@ class Watchdog:
     """
 
     def __init__(self, timeout: float | Literal["auto"] | None, logs: Path, how_to_go_on: Callable[[], str]):
-        self._timeout = float(timeout) if isinstance(timeout, (int, float)) else timeout
+        self._timeout = timeout
         self._logs, self._how_to_go_on = logs, how_to_go_on
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._main = threading.main_thread().ident or 0
@@ -145,7 +145,9 @@ class Watchdog:
         return max(seconds, FIRST_SECONDS) if self._long else seconds
 
     def _watch(self) -> None:
-        beat = _MAX_BEAT if not isinstance(self._timeout, float) else min(_MAX_BEAT, max(0.1, self._timeout / 10))
+        beat = _MAX_BEAT
+        if self._timeout is not None and self._timeout != "auto":
+            beat = min(_MAX_BEAT, max(0.1, self._timeout / 10))
         due = time.monotonic() + beat
         while not self._done.wait(_SAMPLE):
             self._samples += 1

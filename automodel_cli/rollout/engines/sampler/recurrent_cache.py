@@ -23,7 +23,7 @@ from automodel_cli.rollout.engines.sampler.kv_cache import Decode, Prefill
 NewCache = Callable[[], object]
 """An empty cache of the library, of the kind that the model's own generation makes."""
 
-_Path = tuple[object, ...]
+_Path = tuple["_Attribute | _Item", ...]
 
 
 class StateSlots:
@@ -143,21 +143,39 @@ def _unsupported(layer: nn.Module, reason: str) -> ConfigError:
 
 
 class _Attribute(NamedTuple):
-    """An attribute on the path from a cache to a tensor. List indices and dict keys are used directly."""
+    """An attribute on the path from a cache to a tensor."""
 
     name: str
+
+    def of(self, holder: object) -> object:
+        return getattr(holder, self.name)
+
+    def assign(self, holder: object, value: Tensor) -> None:
+        setattr(holder, self.name, value)
+
+
+class _Item(NamedTuple):
+    """A list index or dict key on that path."""
+
+    key: Any
+
+    def of(self, holder: Any) -> object:
+        return holder[self.key]
+
+    def assign(self, holder: Any, value: Tensor) -> None:
+        holder[self.key] = value
 
 
 def _tensors(value: object, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
     """Every tensor in a cache, and the way to it."""
-    steps: Iterable[tuple[object, object]] = ()
+    steps: Iterable[tuple[_Attribute | _Item, object]] = ()
     match value:
         case Tensor():
             yield path, value
         case dict():
-            steps = value.items()
+            steps = ((_Item(key), item) for key, item in value.items())
         case list():
-            steps = enumerate(value)
+            steps = ((_Item(index), item) for index, item in enumerate(value))
         case type() | nn.Module():
             pass
         case _:
@@ -166,16 +184,12 @@ def _tensors(value: object, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
         yield from _tensors(item, (*path, step))
 
 
-def _at(value: Any, path: _Path) -> Any:
+def _at(value: object, path: _Path) -> Any:
     for step in path:
-        value = getattr(value, step.name) if isinstance(step, _Attribute) else value[step]
+        value = step.of(value)
     return value
 
 
 def _put(value: object, path: _Path, tensor: Tensor) -> None:
     *way, last = path
-    holder = _at(value, tuple(way))
-    if isinstance(last, _Attribute):
-        setattr(holder, last.name, tensor)
-    else:
-        holder[last] = tensor
+    last.assign(_at(value, tuple(way)), tensor)

@@ -201,15 +201,15 @@ class OpenAIEngine(HTTPEngine):
         return False, False
 
     def _choice(self, answer: object) -> Choice:
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not choices:
-            raise RunError(
-                f"{self.server.url}{_PATH} returned no choice: {str(answer)[:300]}",
-                code="invalid_response",
-                keys=("rollout.engine.url",),
-            )
-        first: Choice = choices[0]
-        return first
+        match answer:
+            case {"choices": [first, *_]}:
+                choice: Choice = first
+                return choice
+        raise RunError(
+            f"{self.server.url}{_PATH} returned no choice: {str(answer)[:300]}",
+            code="invalid_response",
+            keys=("rollout.engine.url",),
+        )
 
     def _only_model(self) -> str:
         names = [entry["id"] for entry in (self.server.get("/v1/models") or {}).get("data", [])]

@@ -80,10 +80,11 @@ class Player(Peer):  # type: ignore[misc]
 
 
 def _kind(value: object) -> list[str]:
-    if isinstance(value, types.ModuleType):
-        return ["module", value.__name__]
-    if isinstance(value, type) and issubclass(value, Exception):
-        return ["exception", *(kind.__name__ for kind in value.__mro__)]
+    match value:
+        case types.ModuleType():
+            return ["module", value.__name__]
+        case type() if issubclass(value, Exception):
+            return ["exception", *(kind.__name__ for kind in value.__mro__)]
     return ["value"]
 
 
