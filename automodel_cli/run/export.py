@@ -39,7 +39,7 @@ from automodel_cli.run.compared_rows import ComparedRows
 from automodel_cli.run.memory.host_memory import available_bytes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from automodel_cli.data.preparation.dataset import PackedDataset
     from automodel_cli.run.model_builder import Model
@@ -70,7 +70,7 @@ class Checked:
 def export_and_verify(
     recipe: Recipe,
     model: Model,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     rows: PackedDataset,
     folder: Path,
     summary: str,
@@ -139,13 +139,7 @@ def _title(folder: Path) -> str:
 
 
 def _write(
-    recipe: Recipe,
-    model: Model,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    title: str,
-    summary: str,
-    stop_ids: Sequence[int],
+    recipe: Recipe, model: Model, tokenizer: Tokenizer, folder: Path, title: str, summary: str, stop_ids: Sequence[int]
 ) -> None:
     export_hf(
         model.parts,

@@ -9,7 +9,7 @@ import queue
 import textwrap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_choice
@@ -21,6 +21,7 @@ from automodel_cli.rollout.rewards.worker_process import Helper
 from automodel_cli.rollout.types import Score
 
 Judge = Callable[[RewardInput], float | None]
+K = TypeVar("K")
 Given = float | Exception | None
 """Result of a reward for a sample. None: the reward does not apply."""
 Way = Literal["single", "async", "group", "batch"]
@@ -129,7 +130,7 @@ class RewardSum:
 
     def _score(self, values: Mapping[str, Given]) -> Score:
         parts = {name: value for name, value in values.items() if isinstance(value, float)}
-        errors = {name: _error_line(value) for name, value in values.items() if isinstance(value, Exception)}
+        errors = {name: _error_line(error) for name, error in _errors(values).items()}
         rules = {self.rewards[name].on_error for name in errors}
         total = sum(self.rewards[name].weight * value for name, value in parts.items())
         return Score(0.0 if "fail" in rules else total, parts, errors, valid="skip" not in rules)
@@ -139,7 +140,7 @@ class RewardSum:
             if values and all(value is None for value in values.values()) and name not in self._silent:
                 self._silent.add(name)
                 warn("no_effect", "reward %s returned None for all %d samples (reported once)", name, len(values))
-            failed = [(samples[i], v) for i, v in values.items() if isinstance(v, Exception)]
+            failed = [(samples[i], error) for i, error in _errors(values).items()]
             new: dict[str, str] = {}
             for sample, error in failed:
                 new.setdefault(_error_line(error), sample.name)
@@ -258,6 +259,11 @@ def _attempt(judge: Judge, sample: RewardInput) -> Given:
         return _number(judge(sample))
     except _RAISED as error:
         return _error_of(error)
+
+
+def _errors(values: Mapping[K, Given]) -> dict[K, Exception]:
+    """Return the calls that failed, with their errors."""
+    return {key: value for key, value in values.items() if isinstance(value, Exception)}
 
 
 def _error_of(error: BaseException) -> Exception:
