@@ -16,7 +16,6 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.training.optimizers import newton_schulz
-from automodel_cli.training.optimizers.build import build_optimizer
 from automodel_cli.training.optimizers.lr_scheduler import WSD, Constant, Cosine, Linear, build_lr_scheduler
 from automodel_cli.training.optimizers.newton_schulz import orthogonalize
 from automodel_cli.training.optimizers.nodes import AdamW, AdamW8bit, Muon
@@ -199,28 +198,6 @@ def test_products_are_fp32_exactly_where_bfloat16_is_emulated(monkeypatch):
     other.load_state_dict(model.state_dict())
     fast.load_state_dict(copy.deepcopy(slow.state_dict()))
     assert torch.equal(train(other, fast, 2)["proj.weight"], train(model, slow, 2)["proj.weight"])
-
-
-def test_partial_of_torch_gets_the_same_groups():
-    model = Model()
-    optimizer = build_optimizer(functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.3), [model])
-    assert names_by_decay(model, optimizer)[0.3] == {"proj.weight", "experts.gate_up_proj", "lm_head.weight"}
-    assert isinstance(build_optimizer(functools.partial(torch.optim.SGD, lr=0.1), [model]), torch.optim.SGD)
-    assert isinstance(build_optimizer(AdamW(lr=1e-3), [model]), torch.optim.AdamW)
-
-
-@pytest.mark.parametrize(
-    ("factory", "code", "value"),
-    [
-        (functools.partial(torch.optim.Muon, lr=1e-3), "not_supported", "torch.optim.Muon"),
-        (functools.partial(torch.optim.LBFGS, lr=1e-3), "not_supported", "torch.optim.LBFGS"),
-        (functools.partial(torch.optim.AdamW, lr=1e-3, learning_rate=1), "invalid_arguments", "learning_rate"),
-        ("adamw", "wrong_type", "adamw"),
-    ],
-)
-def test_unsupported_optimizers_are_rejected(factory, code, value):
-    with raises(ConfigError, code, keys=("optimizer",), values=(value,)):
-        build_optimizer(factory, [Model()])
 
 
 @pytest.mark.parametrize(
