@@ -15,6 +15,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.attention.packed import packed_attention
 from automodel_cli.models.document_masking import dynamic_rope
 from automodel_cli.models.hub.source import stop_ids
+from automodel_cli.models.model_part import model_parts
 from automodel_cli.pipelining.torch_runtime.fsdp_compat import reshards_after_forward
 from automodel_cli.rollout.engines.base import Capabilities, Engine, Joins, resolve_seeds
 from automodel_cli.rollout.engines.sampler.decoder import Decoder, DecoderStage, fsdp_gathered
@@ -22,7 +23,6 @@ from automodel_cli.rollout.engines.sampler.sampler import Sampler
 from automodel_cli.rollout.engines.transformers_engine import HFEngine
 from automodel_cli.rollout.types import Completion, SamplingParams, WeightStream
 from automodel_cli.run.checks.token_ids import pad_id
-from automodel_cli.models.model_part import model_parts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -242,9 +242,9 @@ def build_sampler(
 
 def build_decoder(stages: Stages, mesh: Mesh, *, trust_remote_code: bool = False) -> Decoder:
     """See `build_sampler`."""
-    parts = stages.parts
+    parts = model_parts(stages.parts)
     sharded = any(isinstance(module, FSDPModule) for part in parts for module in part.modules())
-    local_parts, rank = iter(model_parts(stages.parts)), mesh.pp.get_local_rank()
+    local_parts, rank = iter(parts), mesh.pp.get_local_rank()
     return Decoder(
         [DecoderStage(owner, next(local_parts) if owner == rank else None) for owner in stages.stage_owners],
         mesh.device,
