@@ -35,7 +35,7 @@ class LocalStages:
     """The stages of this rank, and the plan of all ranks. `with_table`: stages with a copy of the embedding table."""
 
     plan: StagePlan
-    parts: list[nn.Module]
+    parts: list[StagePart]
     stages: list[Stage]
     with_table: set[int]
 
@@ -66,7 +66,7 @@ class StageBuilder:
         plan = plan_stages(self.config, part, anatomy, self.axes.group.size())
         plan.check(self.num_microbatches)  # Rejected here and not at the first step.
         rank = self.axes.group.rank()
-        parts: list[nn.Module] = []
+        parts: list[StagePart] = []
         for s in plan.of_rank(rank):
             cut = cut_stage(
                 part,
@@ -83,7 +83,7 @@ class StageBuilder:
         copies |= set() if plan.depths is None else {plan.depths}
         return LocalStages(plan, parts, self._make_stages(part, parts, plan, math.prod(anatomy.streams)), copies)
 
-    def _parallelize(self, part: StagePart, parallelize_fn: ParallelizeFn | None, plan: StagePlan) -> nn.Module:
+    def _parallelize(self, part: StagePart, parallelize_fn: ParallelizeFn | None, plan: StagePlan) -> StagePart:
         if not any(p.is_meta for p in part.parameters()):
             part.to(self.device)
         result = parallelize_fn and parallelize_fn(part, **self.axes.keywords())
@@ -119,7 +119,9 @@ class StageBuilder:
             )
         return part
 
-    def _make_stages(self, model_part: ModelPart, parts: list[nn.Module], plan: StagePlan, streams: int) -> list[Stage]:
+    def _make_stages(
+        self, model_part: ModelPart, parts: Sequence[nn.Module], plan: StagePlan, streams: int
+    ) -> list[Stage]:
         hidden_size = getattr(model_part.model.config.get_text_config(), "hidden_size", None)
         if hidden_size is None:
             raise ConfigError(

@@ -19,7 +19,7 @@ from automodel_cli.distributed.sharded_module import handle_of
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.cut_stage import as_model_part
-from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready, StagePart
+from automodel_cli.pipelining.cut.stage_module import PATCHED, Ready
 from automodel_cli.pipelining.cut.stage_plan import StagePlan
 from automodel_cli.pipelining.error_keys import as_yaml
 from automodel_cli.pipelining.mesh_axes import Axes, default_device
@@ -110,7 +110,7 @@ class PipelineStages:
             self._loss_fn, self._runtimes = loss_fn, {}
             owner, rank = self._local.plan.owner, self._axes.group.rank()
             self._info = PipelineInfo(
-                True, None, owner[0] == rank, owner[-1] == rank, self._local.parts, self._local.stages
+                True, None, owner[0] == rank, owner[-1] == rank, [*self._local.parts], self._local.stages
             )
             self._info.schedule = self._runtime(self._num_microbatches, train=True)
         self._info.schedule.warm_up()
@@ -266,9 +266,7 @@ class PipelineStages:
 
     def _boundary_shape(self, rows: int, tokens: int) -> tuple[int, int]:
         """Return the shape of the hidden states between stages, equal for all stages."""
-        part = self.parts[0]
-        assert isinstance(part, StagePart)
-        return part.boundary_shape(rows, tokens)
+        return self._local_stages().parts[0].boundary_shape(rows, tokens)
 
     # Gradients that no wrapper sums
 
@@ -281,8 +279,7 @@ class PipelineStages:
     def _tied_copies(self) -> list[nn.Parameter]:
         """Return the local copies of the embedding table of the first stage."""
         copies: list[nn.Parameter] = []
-        for part in self.parts:
-            assert isinstance(part, StagePart)
+        for part in self._local_stages().parts:
             copies += [p for name, p in part.named_parameters() if name in part.shared and p.requires_grad]
         return copies
 

@@ -58,7 +58,7 @@ def candidate_kinds(module: nn.Module) -> list[str]:
     linear = [name for name, child in module._modules.items() if hasattr(child, "in_features")]
     others = [name for name in (*module._modules, *vars(module)) if name not in linear]
     kinds = []
-    if _is_scale(module) and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+    if _is_scale(module):
         kinds.append("norm")
     if len(linear) in (2, 3) and len(arguments) == 2 and any(is_activation(module, name) for name in others):
         kinds.append("gate")
@@ -68,8 +68,10 @@ def candidate_kinds(module: nn.Module) -> list[str]:
 
 
 def _is_scale(module: nn.Module) -> bool:
+    """Return whether a module has one vector only. torch's own norms are one kernel already."""
     weight = module._parameters.get("weight")
-    return weight is not None and weight.ndim == 1 and len(module._parameters) == 1 and not module._modules
+    is_vector = weight is not None and weight.ndim == 1 and len(module._parameters) == 1 and not module._modules
+    return is_vector and not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
 
 
 def _fuse_norm(module: nn.Module, fuser: RegionCompiler) -> None:
@@ -97,8 +99,6 @@ def _fuse_norm(module: nn.Module, fuser: RegionCompiler) -> None:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        return False
     with _Operators() as seen:
         try:
             tiny = _small_norm(module, 8)
