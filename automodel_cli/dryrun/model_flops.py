@@ -27,10 +27,9 @@ def model_flops_per_token(
     if of_text is None or vision is None:
         return of_text
     work, of_front = meta_work(composite_config(recipe.model)), 0.0
-    trained = {"tower_trained": vision.tower == "trained", "projector_trained": vision.projector == "trained"}
     for one in columns:
         assert one.pictures is not None, "the model reads pictures"
         tokens = int((one.input_ids == one.pictures.placeholder).sum())
         if tokens:
-            of_front += work.training_flops(load_of_shapes(work, one.pictures.inputs, tokens), **trained)
+            of_front += work.training_flops(load_of_shapes(work, one.pictures.inputs, tokens), vision)
     return of_text + of_front / float(lengths.sum())

@@ -12,7 +12,7 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.expert_parallel.apply import is_experts
-from automodel_cli.models import float8, lora, lora_fused, new_tokens, qat, transformers_compat
+from automodel_cli.models import float8, lora, lora_front, lora_fused, new_tokens, qat, transformers_compat
 from automodel_cli.models.attention import packed as attention_packed
 from automodel_cli.models.attention import transformer_engine
 from automodel_cli.models.config import ModelConfig
@@ -49,14 +49,14 @@ def build_part(
     stored = hf_config.dtype
     part = part_of(hf_config, config, device=device)
     part.hub_dtype = stored if config.config is None and isinstance(stored, torch.dtype) else part.model.dtype
+    if config.vision is not None:
+        add_front(part, config, config.vision)
     if config.qat is not None:
         qat.convert_layers(part.model, config.qat, part.hub_dtype)
     if request.values or request.scores:
         part.add_value_head(request.scores or 1)
     if not request.logprobs:
         _freeze_unused_head(part.model)
-    if config.vision is not None:
-        add_front(part, config.vision, source.composite_config(config), getattr(torch, config.dtype))
     return part
 
 
@@ -68,10 +68,16 @@ def _freeze_unused_head(model: PreTrainedModel) -> None:
         head.requires_grad_(False)
 
 
-def add_front(part: ModelPart, vision: VisionConfig, composite_config: PretrainedConfig, dtype: torch.dtype) -> None:
-    """Add the front end of a vision-language model, on the meta device, and freeze what the config says."""
-    part.add_front(Front(composite_on_meta(composite_config, dtype), part.model.base_model).train())
+def add_front(part: ModelPart, config: ModelConfig, vision: VisionConfig) -> None:
+    """Add the front end of a vision-language model, on the meta device. Freeze what the config says, and add its
+    adapters."""
+    composite_config = source.composite_config(config)
+    composite = composite_on_meta(composite_config, getattr(torch, config.dtype))
+    part.add_front(Front(composite, part.model.base_model).train())
     freeze_by_vision(part, vision)
+    if config.lora is not None:
+        lora_front.inject(part, config.lora, vision)
+        _note_untied(part, config)
     part.two_way = two_way_of(composite_config)
 
 
@@ -86,13 +92,13 @@ def part_of(hf_config: PretrainedConfig, config: ModelConfig, *, device: torch.d
     )
     model = _prepared_model(hf_config, config, isolation_method, device)
     block_plan.add_measured_plan(model)
-    if config.lora is not None:
+    text_only = config.vision is None  # otherwise names of layers are those of the composite (`add_front`)
+    if config.lora is not None and text_only:
         lora.inject(model, config.lora, _new_rows(config))
         lora_fused.fuse_adapters(model)
     part = ModelPart(model, kind, chunk_size=config.lm_head_chunk_size, source_config=original)
-    if config.lora is not None and lora.untied_weights(model):
-        part.unties_head = True
-        _check_untied(part, config)
+    if config.lora is not None and text_only:
+        _note_untied(part, config)
     if config.mtp is not None:
         names = key_mapping.of_config(config, original, model)
         depths = [_prepared_model(original, config, isolation_method, device, as_depth=True) for _ in names.depths]
@@ -109,8 +115,12 @@ def _new_rows(config: ModelConfig) -> list[int]:
     return [] if rows is None else sorted({*rows.pieces, *range(rows.num_stored, rows.num_rows)})
 
 
-def _check_untied(part: ModelPart, config: ModelConfig) -> None:
-    """Raise ConfigError if the family always ties its head, because its adapter could not be exported."""
+def _note_untied(part: ModelPart, config: ModelConfig) -> None:
+    """Set `unties_head`. Raises ConfigError if the family always ties its head, because its adapter could not be
+    exported."""
+    part.unties_head = bool(lora.untied_weights(part.model))
+    if not part.unties_head:
+        return
     untied_config = part.untied(part.source_config)
     untied_model = transformers_compat.meta_model(
         untied_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
@@ -31,21 +31,27 @@ if TYPE_CHECKING:
     import peft
     from transformers import PreTrainedModel
 
-    from automodel_cli.models.model_part import ModelPart
 
-
-def inject(model: PreTrainedModel, config: LoRAConfig, new_rows: Sequence[int] = ()) -> None:
+def inject(
+    model: PreTrainedModel, config: LoRAConfig, new_rows: Sequence[int] = (), *, only: Collection[str] | None = None
+) -> None:
     """Wrap the target layers in place and freeze everything else. Works on the meta device.
 
-    `new_rows`: rows of the embedding and the head that belong to new tokens, which are trained.
+    Args:
+        new_rows: rows of the embedding and the head that belong to new tokens, which are trained.
+        only: names of the modules that the config can choose. None: all.
     """
     _need("model.lora", "peft", key="lora", fix="pip install 'automodel-cli[peft]'")
     if config.quantization == "nf4":
         fix = "pip install bitsandbytes, or model.lora.quantization=none"
         _need("lora.quantization=nf4 (QLoRA)", "bitsandbytes", key="lora.quantization", fix=fix)
     if isinstance(config.target_modules, list):
-        lora_targets.check_targets(model, config.target_modules)
+        lora_targets.check_targets(model, config.target_modules, only)
     settings = _settings(model, config)
+    if only is not None:
+        settings.target_modules = lora_targets.selected(only, settings.target_modules)
+        if not settings.target_modules and config.target_modules:
+            raise _unsupported_target(model, config, "it matches no layer", no_match=True)
     rows, settings.trainable_token_indices = _rows_of(settings, [*config.trainable_token_indices, *new_rows]), None
     saved, settings.modules_to_save = settings.modules_to_save or [], None  # trained in place, without peft's copies
     experts, settings.target_parameters = config.target_parameters or settings.target_parameters, None
@@ -53,7 +59,8 @@ def inject(model: PreTrainedModel, config: LoRAConfig, new_rows: Sequence[int] =
     adapted = [name for name, _ in wrappers(model)]
     expert_lora.inject(model, experts, settings)
     lora_options.check_patterns(config, [*adapted, *expert_lora.weights(model)])
-    lora_options.train_saved_modules(model, saved, [*adapted, *(name for name, _ in expert_lora.adapted(model))])
+    adapted += [name for name, _ in expert_lora.adapted(model)]
+    lora_options.train_saved_modules(model, saved, adapted, only)
     settings.modules_to_save = saved or None  # of the file
     layers = dict(wrappers(model))
     _train_rows(model, rows)
@@ -280,12 +287,17 @@ def init_adapters(model: nn.Module, config: LoRAConfig | None, seed: int) -> Non
     expert_lora.init_adapters(model, seed)
 
 
-def fill_pretrained(part: ModelPart, name: str) -> None:
-    """Read the adapters of this rank, and the modules trained with them, from an adapter of peft."""
-    modules = peft_config(part.model).modules_to_save or []
-    matrices = {file_name: param for at, layer in wrappers(part.model) for file_name, param in matrices_of(at, layer)}
-    experts = dict(expert_lora.parameters_in_files(part.model))
-    lora_pretrained.fill(name, matrices | experts | dict(lora_options.saved_parameters(part, modules)), experts)
+def fill_pretrained(model: nn.Module, name: str, in_whole: Callable[[str], str] = str) -> None:
+    """Read the adapters of this rank, and the modules trained with them, from an adapter of peft.
+
+    `in_whole` returns the name in the composite of the adapter.
+    """
+    modules = peft_config(model).modules_to_save or []
+    matrices = {file_name: param for at, layer in wrappers(model) for file_name, param in matrices_of(at, layer)}
+    experts = dict(expert_lora.parameters_in_files(model))
+    targets = matrices | experts | dict(lora_options.saved_parameters(model, modules))
+    named = {in_whole(file_name): param for file_name, param in targets.items()}
+    lora_pretrained.fill(name, named, {in_whole(file_name) for file_name in experts})
 
 
 def peft_config(model: nn.Module) -> peft.LoraConfig:

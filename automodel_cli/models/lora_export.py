@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_cli.models import expert_lora, lora_init, lora_options, transformers_compat
 from automodel_cli.models.lora import matrices_of, peft_config, wrappers
@@ -33,26 +33,19 @@ def save_adapters(
     """
     from safetensors.torch import save_file
 
-    local = {}
+    within = parts[0].within
+    in_whole = str if within is None else within.in_whole
+    local: dict[str, Tensor] = {}
     for part in parts:
-        for name, layer in wrappers(part.model):
-            for file_name, param in matrices_of(name, layer):
-                local[file_name] = transformers_compat.full_tensor(param).cpu().contiguous()
-            if config.starts_at_weights and layer.lora_A and lora_init.has_initial(layer):
-                for matrix, full in zip(("lora_A", "lora_B"), lora_init.joined(layer), strict=True):
-                    local[f"{name}.{matrix}.weight"] = full.cpu().contiguous()
-        local |= {name: weight.cpu().contiguous() for name, weight in expert_lora.in_files(part.model)}
-        for name, param in lora_options.saved_parameters(part, peft_config(part.model).modules_to_save or []):
-            local[name] = transformers_compat.full_tensor(param.detach()).cpu().contiguous().clone()
+        local |= {in_whole(name): full for name, full in _in_file(part.model, config).items()}
+        local |= {} if part.front is None else _in_file(part.front.composite, config)
     of_stages: list[dict[str, Tensor]] = [local]
     if pp_group is not None:
         of_stages = [{} for _ in range(dist.get_world_size(pp_group))]
         dist.all_gather_object(of_stages, local, group=pp_group)
     if not write:
         return
-    within = parts[0].within
-    in_whole = str if within is None else within.in_whole
-    state = {in_whole(name): weight for stage in of_stages for name, weight in stage.items()}
+    state = {name: weight for stage in of_stages for name, weight in stage.items()}
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     hub_names = {f"base_model.model.{name}": weight for name, weight in state.items()}
@@ -66,10 +59,25 @@ def save_adapters(
         settings.target_modules = sorted(layers)
         settings.target_parameters = expert_lora.full_names(experts) or None
         settings.exclude_modules = settings.layers_to_transform = None
-    elif entries := settings.modules_to_save:  # peft compares letters: `norm` would match `q_norm` too
+    if entries := settings.modules_to_save:  # peft compares letters: `norm` would match `q_norm` too
         settings.modules_to_save = lora_options.saved_modules(state, entries)
     if config.starts_at_weights:
         lora_init.convert(settings)
     settings.base_model_name_or_path = base_model
     settings.inference_mode = True
     settings.save_pretrained(str(folder))
+
+
+def _in_file(model: nn.Module, config: LoRAConfig) -> dict[str, Tensor]:
+    """Return the full tensors of a model that the file has. Collective."""
+    found = {}
+    for name, layer in wrappers(model):
+        for file_name, param in matrices_of(name, layer):
+            found[file_name] = transformers_compat.full_tensor(param).cpu().contiguous()
+        if config.starts_at_weights and layer.lora_A and lora_init.has_initial(layer):
+            for matrix, full in zip(("lora_A", "lora_B"), lora_init.joined(layer), strict=True):
+                found[f"{name}.{matrix}.weight"] = full.cpu().contiguous()
+    found |= {name: weight.cpu().contiguous() for name, weight in expert_lora.in_files(model)}
+    for name, param in lora_options.saved_parameters(model, peft_config(model).modules_to_save or []):
+        found[name] = transformers_compat.full_tensor(param.detach()).cpu().contiguous().clone()
+    return found

@@ -11,7 +11,6 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.name_patterns import NameList, check_entries, endings, ends_in
 from automodel_cli.models.lora_config import LoRAConfig
-from automodel_cli.models.model_part import ModelPart
 
 
 class PeftOptions(TypedDict):
@@ -59,12 +58,17 @@ def check_patterns(config: LoRAConfig, adapted: list[str]) -> None:
         check_entries(listed, lambda p: any(re.match(rf"(.*\.)?({p})$", n) for n in adapted), endings(adapted))
 
 
-def train_saved_modules(model: nn.Module, names: list[str], adapted: list[str]) -> None:
-    """Train the parameters of modules completely. Raises ConfigError for names that select none, a layer with an
-    adapter, or one side of a tie."""
+def train_saved_modules(
+    model: nn.Module, names: list[str], adapted: list[str], only: Collection[str] | None = None
+) -> None:
+    """Train the parameters of modules completely. `only`: the modules that names can select, None for all.
+
+    Raises ConfigError for names that select none, a layer with an adapter, or one side of a tie.
+    """
     if not names:
         return
     have = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    have = have if only is None else [name for name in have if name in only]
     listed = NameList("model.lora.modules_to_save", names, "is the ending of no module with parameters")
     known = {word for word in endings(n for n in have if ".lora_" not in n) - {"base_layer"} if not word.isdigit()}
     check_entries(listed, lambda entry: any(ends_in(name, entry) for name in have), known)
@@ -100,9 +104,9 @@ def _check_ties(model: nn.Module, names: list[str], chosen: set[str]) -> None:
             )
 
 
-def saved_parameters(part: ModelPart, names: list[str]) -> Iterator[tuple[str, nn.Parameter]]:
+def saved_parameters(model: nn.Module, names: list[str]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that `modules_to_save` trains on this rank, by each of their names."""
-    for name, param in part.model.named_parameters(remove_duplicate=False):
+    for name, param in model.named_parameters(remove_duplicate=False):
         if param.requires_grad and any(ends_in(module, entry) for module in _prefixes(name) for entry in names):
             yield name, param
 

@@ -38,12 +38,19 @@ def all_linear(model: PreTrainedModel) -> list[str]:
     return sorted({_shortest_ending(name, modules.keys() - chosen) for name in chosen})
 
 
-def check_targets(model: nn.Module, targets: list[str]) -> None:
-    """Raise ConfigError for an entry that is not the ending of any module name."""
-    names = {name for name, _ in model.named_modules() if name}
-    linear = endings(name for name, module in model.named_modules() if is_linear(module))
+def check_targets(model: nn.Module, targets: list[str], only: Collection[str] | None = None) -> None:
+    """Raise ConfigError for an entry that is not the ending of any module name. `only`: the names, None for all."""
+    modules = {name: module for name, module in model.named_modules() if name and (only is None or name in only)}
+    names, linear = modules.keys(), endings(name for name, module in modules.items() if is_linear(module))
     listed = NameList("model.lora.target_modules", targets, "no layer's name ends in", empty="all-linear")
     check_entries(listed, lambda entry: any(ends_in(name, entry) for name in names), linear)
+
+
+def selected(names: Collection[str], targets: str | Collection[str] | None) -> list[str]:
+    """Return the names that `target_modules` of peft matches: a regular expression, or endings."""
+    if isinstance(targets, str):
+        return [name for name in names if re.fullmatch(targets, name)]
+    return [name for name in names if any(ends_in(name, ending) for ending in targets or ())]
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -158,6 +158,11 @@ class ModelPart(nn.Module):
         modules.pop("front", None)
         self._modules.update(modules)
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The text model, and the rest of a vision-language model if this rank has it."""
+        return [self.model] if self.front is None else [self.model, self.front.composite]
+
     def add_value_head(self, num_outputs: int = 1) -> None:
         """Add a value head. `load_weights` fills the new parameters."""
         width = self.model.config.get_text_config().hidden_size

@@ -65,8 +65,8 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
     Returns the adapters of all ranks by layer name.
     """
     local_adapters: dict[str, Adapter] = {}
-    for part in parts:
-        for name, layer in lora.wrappers(part.model):
+    for model in (model for part in parts for model in part.models):
+        for name, layer in lora.wrappers(model):
             if isinstance(layer, TokenRows):
                 if not layer.is_tied:
                     names, none = (f"{name}.weight", f"{name}.trainable_tokens_delta", ""), torch.empty(0)
@@ -85,7 +85,7 @@ def put_in(parts: Sequence[ModelPart]) -> dict[str, Adapter]:
             local_adapters[name] = replace(_put_in(weight, matrices, *form), rows=rows)
             if (constant := lora_init.constant(layer)) is not None:  # the layer subtracts it
                 transformers_compat.local(weight).add_(transformers_compat.local_part(weight, constant.contiguous()))
-        for name, (experts, leaf) in expert_lora.weights(part.model).items():
+        for name, (experts, leaf) in expert_lora.weights(model).items():
             own = [f"{leaf}_{matrix}" for matrix in MATRICES]
             of_a, of_b = (f"{name.rpartition('.')[0]}.{matrix}" for matrix in own)
             matrices = tuple(experts.get_parameter(matrix) for matrix in own)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.distributed.mesh import build_mesh
+from automodel_cli.models import lora_front
 from automodel_cli.models.attention.packed import register_packed_attention
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.freezing import freeze, freeze_by_vision
@@ -180,18 +181,16 @@ def _run_row(original: PictureOriginal, row: Case) -> Errors | Refused:
 def _trained_part(whole: PreTrainedModel, model: ModelConfig, row: Case) -> ModelPart:
     """Return the part of a case, with the weights of the composite and equal adapters on every rank."""
     torch.manual_seed(0)
-    part = small_part(whole, lora=row.lora).train()
+    part = small_part(whole).train()
+    assert model.vision is not None, "the recipe reads pictures"
+    freeze_by_vision(part, model.vision)
+    if row.lora is not None:
+        lora_front.inject(part, row.lora, model.vision)
     generator = torch.Generator().manual_seed(1)
     for name, param in part.named_parameters():
         if "lora_A" in name:
             nn.init.normal_(param, std=0.1, generator=generator)
         elif "lora_B" in name:
             nn.init.zeros_(param)
-    assert model.vision is not None, "the recipe reads pictures"
-    if row.lora is None:
-        freeze_by_vision(part, model.vision)
-    else:
-        assert part.front is not None
-        part.front.requires_grad_(False)
     freeze(part, row.selection)
     return part

@@ -232,4 +232,6 @@ def _front_calls(request: PlanRequest, part: ModelPart, tokens: int) -> tuple[Ca
     work = FrontWork.of(part.front)
     weights = work.tower * request.patches_per_image_token + work.projector
     gemm = Kernel("gemm", 2.0 * tokens * weights, 0.0, number=max(1, 4 * work.blocks))
-    return (Call(gemm) if request.model.vision.front_is_frozen else Call(gemm, (gemm,), (gemm,)),)
+    vision = request.model.vision
+    of_inputs = () if vision.front_is_frozen else (gemm,)
+    return (Call(gemm, of_inputs, (gemm,) if "trained" in (vision.tower, vision.projector) else ()),)

@@ -13,6 +13,9 @@ _OF_WIDTH = 8
 queries, keys, values and the output of attention."""
 _OF_INNER = 2
 """Tensors inside the MLP: inputs of the activation and of the last matrix."""
+_RESULTS_OF_WIDTH = 6
+"""Results of a block that `selective` keeps: of queries, keys and values, of attention, of its projection and of the
+MLP. The first matrix of the MLP has one more, of the inner width."""
 
 
 @dataclass(frozen=True)
@@ -51,5 +54,7 @@ def tower_memory(
         return TowerMemory(patches, ends, block)
     again = [is_recomputed(number, mode) for number in range(work.blocks)]
     inputs = item_bytes * patches * work.width
+    if mode == "selective":
+        inputs += item_bytes * patches * (_RESULTS_OF_WIDTH * work.width + work.inner)
     kept = sum(inputs if recomputed else block for recomputed in again)
     return TowerMemory(patches, ends + kept, block if any(again) else 0.0)

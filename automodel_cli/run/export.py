@@ -227,7 +227,7 @@ def _without_adapters(
     """Return the values of the base model, to recognize an export without its adapters."""
     if recipe.model.lora is None or recipe.score_head is not None:
         return None
-    with adapters_off([part.model for part in model.parts]):
+    with adapters_off(model.parts):
         return trained_values(model.parts, prompts, score)
 
 

@@ -29,20 +29,16 @@ def tower_flops_per_token(vision: VisionConfig | None, part: ModelPart, data: Pa
         return None
     work = FrontWork.of(part.front)
     load = data.picture_load(load_of_blank(work, data.pictures.processor))
-    flops = work.training_flops(
-        load, tower_trained=vision.tower == "trained", projector_trained=vision.projector == "trained"
-    )
-    return flops / max(1, data.num_tokens)
+    return work.training_flops(load, vision) / max(1, data.num_tokens)
 
 
 def image_token_cost(composite_config: PretrainedConfig, vision: VisionConfig, processor: PictureProcessor) -> float:
     """Return the training work of tower and projector for an image token, in units of a token of the text model."""
     work = meta_work(composite_config)
     load = load_of_blank(work, processor)
-    trained = {"tower_trained": vision.tower == "trained", "projector_trained": vision.projector == "trained"}
     of_token = training_flops_per_token(composite_config, 0.0, frozen_base=vision.text == "frozen")
     if of_token is None:  # linear attention and state spaces, whose matrices are all weights
         composite = composite_on_meta(composite_config, torch.float32)
         text = composite.get_submodule(str(composite_text.text_module(composite)))
         of_token = 6.0 * sum(param.numel() for param in text.parameters())
-    return work.training_flops(load, **trained) / max(1.0, load.tokens) / of_token
+    return work.training_flops(load, vision) / max(1.0, load.tokens) / of_token

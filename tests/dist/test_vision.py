@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.parity.cases import FP32
 from automodel_cli.pipelining.config import PipelineConfig
 from tests.dist import vision_pair_cases
@@ -57,6 +60,30 @@ def test_tokens_and_layers_with_pictures_on_two_ranks():
 def test_all_layouts_give_the_numbers_of_one_process(kind: str, world: int, cases: dict[str, Case]):
     absent = [] if kind.endswith("moe") else ["ep"]
     _check(kind, world, {name: case for name, case in cases.items() if not any(axis in name for axis in absent)})
+
+
+ADAPTERS = LoRAConfig(rank=4, alpha=8.0)
+
+
+def _with_adapters(names: Sequence[str]) -> dict[str, Case]:
+    return {name: replace(TWO[name], lora=ADAPTERS) for name in names}
+
+
+def test_adapters_on_tower_and_projector_have_the_gradients_of_peft():
+    _check("qwen3_vl", 2, _with_adapters(["pp"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("qwen3_vl", ["fsdp2", "recomputed", "ddp", "tp sp", "cp", "cp ring"]),
+        ("llava", ["fsdp2", "recomputed", "ddp", "tp sp", "cp", "pp"]),
+        ("glm4v_moe", ["fsdp2", "ep"]),
+    ],
+)
+def test_adapters_on_tower_and_projector_under_all_layouts(kind: str, names: list[str]):
+    _check(kind, 2, _with_adapters(names))
 
 
 @pytest.mark.slow

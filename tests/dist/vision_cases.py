@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import peft
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
+from automodel_cli.models import lora_front
 from automodel_cli.models.attention.packed import register_packed_attention
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.rng import generator_for
+from automodel_cli.models.vision.config import VisionConfig
 from automodel_cli.models.vision.front import TYPE_IDS
 from automodel_cli.models.vision.probe import packed_rows, small_part
 from automodel_cli.models.vision.processor import FamilyProcessor
@@ -39,6 +44,8 @@ class Case:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     parallelizer: Strategy = field(default_factory=lambda: FSDP2Config(mp_policy=FP32))
     pipeline: PipelineConfig | None = None
+    lora: LoRAConfig | None = None
+    """Adapters on tower, projector and text model."""
 
 
 def microbatches(processor: FamilyProcessor, multiple_of: int) -> list[Batch]:
@@ -53,9 +60,13 @@ def microbatches(processor: FamilyProcessor, multiple_of: int) -> list[Batch]:
     return batches
 
 
-def reference(kind: str, dtype: torch.dtype = torch.float64) -> Reference:
-    """Loss and gradients of one step, by the names of the composite."""
+def reference(kind: str, dtype: torch.dtype = torch.float64, lora: LoRAConfig | None = None) -> Reference:
+    """Loss and gradients of one step, by the names of the composite. `lora`: adapters of `peft` on the composite."""
     whole = model_of(kind)
+    if lora is not None:
+        settings = peft.LoraConfig(r=lora.rank, lora_alpha=int(lora.alpha), target_modules="all-linear")
+        peft.inject_adapter_in_model(settings, whole)
+        _fill_adapters(whole.named_parameters())
     processor = FamilyProcessor(processor_of(kind), whole.config)
     whole.set_experts_implementation("eager")
     whole = whole.to(dtype)
@@ -77,13 +88,30 @@ def reference(kind: str, dtype: torch.dtype = torch.float64) -> Reference:
     return Reference((total / count).item(), norm.item(), {name: grad.float() for name, grad in gradients.items()})
 
 
+@torch.no_grad()
+def _fill_adapters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Set both matrices of all adapters to random values, by the names of the composite."""
+    for name, param in named:
+        if "lora_" in name:
+            param.copy_(torch.randn(param.shape, generator=generator_for(0, name)) * 0.2)
+
+
+def _composite_name(name: str, part: ModelPart) -> str:
+    front, hub_name = part.front, part.hub_name(name)
+    assert front is not None
+    if name.startswith("front."):
+        return hub_name
+    return f"{front.text_name}." + hub_name.removeprefix("model.")
+
+
 def compare(
     rank: int, world: int, kind: str, cases: Sequence[Case], sabotage: Callable[[], None] | None = None
 ) -> list[Errors]:
-    """Run one step of each case on these ranks. The list of rank 0 is the verdict."""
+    """Run one step of each case on these ranks. The list of rank 0 is the verdict. All cases have the same adapters."""
     register_packed_attention()
-    exact = reference(kind)
-    expected = replace(exact, rounding=exact.error_of(reference(kind, torch.float32)))
+    lora = cases[0].lora
+    exact = reference(kind, lora=lora)
+    expected = replace(exact, rounding=exact.error_of(reference(kind, torch.float32, lora)))
     if sabotage is not None:
         sabotage()
     return [_errors(kind, case, expected, world) for case in cases]
@@ -93,6 +121,9 @@ def _errors(kind: str, case: Case, expected: Reference, world: int) -> Errors:
     whole = model_of(kind)
     processor = FamilyProcessor(processor_of(kind), config_of(kind))
     part = small_part(whole)
+    if case.lora is not None:
+        lora_front.inject(part, case.lora, VisionConfig(tower="adapters", projector="adapters"))
+        _fill_adapters((_composite_name(name, part), param) for name, param in part.named_parameters())
     mesh = build_mesh(case.mesh.resolve(world), "cpu")
     # Routers count the padding of sequence parallelism, so their tokens must divide.
     batches = microbatches(processor, 2 if kind.endswith("moe") else 1)

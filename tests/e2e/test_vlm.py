@@ -187,12 +187,30 @@ def _chat_reads_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert_error(capsys.readouterr().err, "unreadable_file", "--image")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("llava", marks=pytest.mark.slow)])
-def test_peft_reads_the_adapter_on_the_composite(kind: str, tmp_path: Path):
-    """CLIP towers have layers with the names of the text model (`q_proj`), which must stay as they are."""
+ADAPTERS = ("model.lora={rank: 4}", "model.vision.tower=adapters", "model.vision.projector=adapters")
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("qwen3_vl", ADAPTERS),
+        pytest.param("llava", ADAPTERS, marks=pytest.mark.slow),
+        pytest.param("llava", (*ADAPTERS, "mesh.pp_size=2", "pipeline=1f1b"), marks=pytest.mark.slow),
+        pytest.param(
+            "llava",
+            (
+                "model.lora={rank: 4, target_modules: [q_proj], modules_to_save: [multi_modal_projector]}",
+                "model.vision.tower=frozen",
+                "model.vision.projector=adapters",
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_peft_reads_the_adapter_on_the_composite(kind: str, overrides: tuple[str, ...], tmp_path: Path):
+    """CLIP towers have layers with the names of the text model (`q_proj`), which must stay as they are if frozen."""
     _project(tmp_path, kind)
-    frozen = ("model.vision.tower=frozen", "model.vision.projector=frozen")
-    _train(tmp_path, "lora", "model.lora={rank: 4}", *frozen, "optimizer.lr=0.02")
+    _train(tmp_path, "lora", *overrides, "optimizer.lr=0.02")
     export = tmp_path / "runs/lora/export"
     base, merged = (
         AutoModelForImageTextToText.from_pretrained(folder).eval() for folder in (tmp_path / "original", export)
@@ -215,6 +233,25 @@ def test_peft_reads_the_adapter_on_the_composite(kind: str, tmp_path: Path):
     assert (got - want).abs().max() < 2e-5
 
 
+def _continues_adapters(folder: Path) -> None:
+    """A resumed run ends with the same adapters, and a run without steps that reads them exports the same model."""
+    _train(folder, "adapters", "lr_scheduler=constant", *ADAPTERS)
+    _train(folder, "first", "train.max_steps=2", "lr_scheduler=constant", *ADAPTERS)
+    done = automodel(folder, "resume", "first", "train.max_steps=4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    export = folder / "runs/adapters/export"
+    again = (
+        f"model.lora={{pretrained: {export}/adapter}}",
+        "optimizer.lr=1e-12",
+        "lr_scheduler=constant",
+        *ADAPTERS[1:],
+    )
+    _train(folder, "again", "train.max_steps=1", *again)
+    straight, first, read = (tensors(folder / "runs" / name / "export") for name in ("adapters", "first", "again"))
+    assert all(torch.equal(straight[key], first[key]) for key in straight)
+    assert all((straight[key] - read[key]).abs().max() < 1e-6 for key in straight)
+
+
 @pytest.mark.slow
 def test_a_resumed_run_ends_with_the_weights_of_one_run_and_refuses_an_edited_picture(tmp_path: Path):
     _project(tmp_path)
@@ -224,6 +261,7 @@ def test_a_resumed_run_ends_with_the_weights_of_one_run_and_refuses_an_edited_pi
     assert done.returncode == 0, done.stdout + done.stderr
     halves, straight = (tensors(tmp_path / "runs" / name / "export") for name in ("halves", "straight"))
     assert all(torch.equal(halves[key], straight[key]) for key in straight)
+    _continues_adapters(tmp_path)
 
     picture = next((tmp_path / "data").glob("*.png"))
     other = next(file for file in (tmp_path / "data").glob("*.png") if file.read_bytes() != picture.read_bytes())

@@ -20,6 +20,7 @@ optimizer: {lr: 0.003}
 train: {global_batch_size: 4, microbatch_size: 1, max_steps: 3, epochs: null}
 lr_scheduler: {warmup_steps: 1}
 """
+TOWER = ("model.lora={rank: 4}", "model.vision.tower=adapters", "model.vision.projector=adapters")
 LORA = ("model.lora={rank: 4}", "model.vision.tower=frozen", "model.vision.projector=frozen")
 
 
@@ -61,6 +62,7 @@ def test_sources_of_the_reference_and_numbers_of_ranks_train_alike(tmp_path: Pat
             "before": (*LORA, "reference_mode=precomputed"),
             "stages": (*LORA, "mesh.pp_size=2", "pipeline=1f1b"),
         },
+        {"tower off": TOWER, "tower before": (*TOWER, "reference_mode=precomputed")},
         {"kto": KTO, "kto2": (*KTO, "mesh.dp_size=2")},
     ):
         if "kto" in variants:

@@ -83,6 +83,8 @@ def apply_tensor_parallel(
     plan = _checked_plan(model, options, tp_mesh.size())
     front = getattr(part, "front", None)  # of a vision-language model, which every rank runs on all tokens
     tower = set() if front is None else set(front.modules())
+    for adapter in (module for module in tower if hasattr(module, "lora_A")):
+        _refuse_dropout(adapter)
     layers = [layer for layer in transformer_layers(part) if layer not in tower]
     # In a uniform block, the gradient of the input is a partial sum that needs one reduction. In other blocks, some
     # parameters are replicated, and each column-parallel layer reduces its own.
@@ -217,13 +219,7 @@ def _apply_to_adapter(name: str, wrapper: LoraLinear, style: ParallelStyle, mesh
     activations of rank r between them are replicated. DoRA's norms are sharded like the outputs.
     """
     base = wrapper.get_base_layer()
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in wrapper.modules()):
-        raise ConfigError(
-            "lora.dropout must be 0 under tensor parallelism, because every tp rank would drop different inputs",
-            code="unsupported_combination",
-            keys=("model.lora.dropout", "mesh.tp_size"),
-            fix="model.lora.dropout=0",
-        )
+    _refuse_dropout(wrapper)
     matrices: Iterable[nn.Module] = ()
     match style:
         case MLAKeyProjection():  # This style acts on the replicated output.
@@ -247,6 +243,16 @@ def _apply_to_adapter(name: str, wrapper: LoraLinear, style: ParallelStyle, mesh
     for vector in getattr(wrapper, "lora_magnitude_vector", {}).values():  # DoRA: one norm for each local output
         if is_local_colwise(style):
             shard_parameter(vector, "weight", mesh, Shard(0))
+
+
+def _refuse_dropout(wrapper: nn.Module) -> None:
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in wrapper.modules()):
+        raise ConfigError(
+            "lora.dropout must be 0 under tensor parallelism, because every tp rank would drop different inputs",
+            code="unsupported_combination",
+            keys=("model.lora.dropout", "mesh.tp_size"),
+            fix="model.lora.dropout=0",
+        )
 
 
 def _shard_own_parameters(name: str, module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import conversion_compat, transformers_compat
+from automodel_cli.models import conversion_compat, lora, lora_merge, nf4, transformers_compat
 from automodel_cli.models.checkpoint_io.initialization import init_buffers, init_random
 from automodel_cli.models.checkpoint_io.target import Target, skeleton_of, whole_on_meta
 from automodel_cli.models.config import ModelConfig
@@ -42,11 +42,20 @@ def fill_front(part: ModelPart, config: ModelConfig, *, buffer_device: torch.dev
         current = list(conversion_compat.current_keys(whole, part.unclaimed))
         part.unclaimed = tuple(key for key, name in current if name not in names)
         return
-    target = Target(front.composite, buffer_device)
+    with lora.bare(front.composite):
+        target = Target(front.composite, buffer_device)
     if config.config is not None:
         init_random(skeleton_of(whole, target), target, seed)
         part.front_keys = {name: name for name in target.tensors if name not in target.non_persistent}
-        return
+    else:
+        _fill_from_checkpoint(part, config, whole, target)
+    lora.init_adapters(front.composite, config.lora, seed)
+    if config.lora is not None and config.lora.pretrained is not None:
+        lora.fill_pretrained(front.composite, config.lora.pretrained)
+
+
+def _fill_from_checkpoint(part: ModelPart, config: ModelConfig, whole: PreTrainedModel, target: Target) -> None:
+    """Fill the front end from the tensors that the text model does not claim. `whole` becomes the skeleton."""
     weights = source.weights(config)
     tensors = dequantize.dequantized(passthrough_tensors.lazy_tensors(weights.files), weights.quantization)
     keys = {name: key for key, name in conversion_compat.current_keys(whole, part.unclaimed)}
@@ -88,15 +97,22 @@ def _name_of_head(model: PreTrainedModel) -> str | None:
 def front_weights(
     part: ModelPart, dtype: torch.dtype, device: torch.device | str | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the front end under the keys of the checkpoint. Collective for sharded tensors."""
+    """Yield the tensors of the front end under the keys of the checkpoint. Adapters are merged. Collective for sharded
+    tensors."""
     if part.front is None:
         return
     composite: PreTrainedModel = part.front.composite
-    state = {**dict(composite.named_parameters()), **dict(composite.named_buffers())}
+    updates = {f"{name}.weight": layer for name, layer in lora.wrappers(composite)}
+    with lora.bare(composite):
+        state = {**dict(composite.named_parameters()), **dict(composite.named_buffers())}
+        packed = {f"{name}.weight": layer for name, layer in nf4.packed_layers(composite)}
     keep_fp32 = transformers_compat.fp32_names(composite, dtype)
     for name, key in part.front_keys.items():
-        if name in state:
-            full = transformers_compat.full_tensor(state[name])
-            if full.is_floating_point():
-                full = full.to(torch.float32 if keep_fp32(name) else dtype)
+        if name in state or name in packed:
+            full = packed[name].dequantized() if name in packed else transformers_compat.full_tensor(state[name])
+            target_dtype = torch.float32 if keep_fp32(name) else dtype
+            if name in updates:
+                full = lora_merge.rounded(name, lora_merge.merged_weight(full, updates[name]), target_dtype)
+            elif full.is_floating_point():
+                full = full.to(target_dtype)
             yield key, full.to(device) if device is not None else full

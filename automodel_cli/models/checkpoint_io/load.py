@@ -110,7 +110,8 @@ def load_weights(
         )
     lora.init_adapters(part.model, config.lora, seed)
     if config.lora is not None and config.lora.pretrained is not None:
-        lora.fill_pretrained(part, config.lora.pretrained)
+        in_whole = str if part.within is None else part.within.in_whole
+        lora.fill_pretrained(part.model, config.lora.pretrained, in_whole)
     stored_head.fill_scores(part, config, score_head)
     return report
 

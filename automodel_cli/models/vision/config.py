@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Trained = Literal["trained", "frozen"]
+TrainedOutside = Literal["trained", "frozen", "adapters"]
 
 
 class ProcessorNode(Protocol):
@@ -25,12 +26,12 @@ class VisionConfig:
     The tower turns pixels into features. The projector is everything else outside the text model.
     """
 
-    tower: Trained = "trained"
-    """Train the vision tower, or keep it `frozen`."""
-    projector: Trained = "trained"
-    """Train the modules between tower and text model, or keep them `frozen`."""
+    tower: TrainedOutside = "trained"
+    """Train the vision tower, keep it `frozen`, or place `adapters` of `model.lora` on it."""
+    projector: TrainedOutside = "trained"
+    """Train the modules between tower and text model, keep them `frozen`, or place `adapters` on them."""
     text: Trained = "trained"
-    """Train the text model and the head, or keep them `frozen`."""
+    """Train the text model and the head, or keep them `frozen`. With `model.lora`, `trained` means its adapters."""
     processor: str | ProcessorNode | None = None
     """Folder or hub id of the image processor, or a node that makes one. null: the one stored with the weights."""
 

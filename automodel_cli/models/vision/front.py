@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -80,8 +81,8 @@ class Front(nn.Module):
         self.text_name = name
         head = composite.get_output_embeddings()
         self.head_name = next(name for name, module in composite.named_modules() if module is head)
-        _replace(composite, self.text_name, _Catcher(base))
-        _replace(composite, self.head_name, nn.Identity())
+        replace_module(composite, self.text_name, _Catcher(base))
+        replace_module(composite, self.head_name, nn.Identity())
         self.composite = composite
         self._takes = frozenset(inspect.signature(self._entry.forward).parameters)
 
@@ -155,6 +156,18 @@ class Front(nn.Module):
         """Return the attention mask as `masks` does, from the types of tokens without pixels."""
         return self._caught(ids_BT, None, placeholder, {}).get("attention_mask")
 
+    @contextmanager
+    def completed(self, base: nn.Module, head: nn.Module) -> Iterator[PreTrainedModel]:
+        """Inside, the composite is complete: its text model and its head are in their places."""
+        catcher = self.composite.get_submodule(self.text_name)
+        replace_module(self.composite, self.text_name, base)
+        replace_module(self.composite, self.head_name, head)
+        try:
+            yield self.composite
+        finally:
+            replace_module(self.composite, self.text_name, catcher)
+            replace_module(self.composite, self.head_name, nn.Identity())
+
     def is_tower(self, name: str) -> bool:
         """Return whether a parameter (named as in the composite) belongs to the tower. All others are the projector."""
         towers, projectors = self._places
@@ -225,7 +238,8 @@ def composite_on_meta(composite_config: PretrainedConfig, dtype: torch.dtype) ->
     )
 
 
-def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Set the module `name` of a model."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)
 

@@ -24,7 +24,6 @@ from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.document_masking import recurrent_layers
 from automodel_cli.models.hub import composite_text
 from automodel_cli.models.hub.multimodal_backbone import text_config
-from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.small_sizes import VOCAB
 from automodel_cli.models.vision import two_way
@@ -104,10 +103,10 @@ def probe_rows(processor: FamilyProcessor) -> Batch:
     return packed_rows([documents[:2], documents[2:]], processor)
 
 
-def small_part(whole: PreTrainedModel, attention: str = "packed", lora: LoRAConfig | None = None) -> ModelPart:
-    """Return a part with the weights of a composite in memory. `lora`: adapters of its text model."""
+def small_part(whole: PreTrainedModel, attention: str = "packed") -> ModelPart:
+    """Return a part with the weights of a composite in memory."""
     dtype: Any = str(whole.dtype).removeprefix("torch.")
-    choice = ModelConfig(pretrained="-", attn_implementation=attention, dtype=dtype, lora=lora)
+    choice = ModelConfig(pretrained="-", attn_implementation=attention, dtype=dtype)
     part = part_of(text_config(copy.deepcopy(whole.config)), choice, device="cpu")
     name = composite_text.text_module(whole)
     assert name is not None
@@ -120,11 +119,10 @@ def small_part(whole: PreTrainedModel, attention: str = "packed", lora: LoRAConf
 
 @torch.no_grad()
 def _fill(model: nn.Module, other: nn.Module) -> None:
-    """Copy the weights of a model without adapters."""
+    """Copy the weights of another model."""
     state = other.state_dict()
     for name, tensor in model.state_dict().items():
-        if "lora_" not in name:
-            tensor.copy_(state[name.replace(".base_layer.", ".")])
+        tensor.copy_(state[name])
 
 
 def documents_with_pictures(processor: FamilyProcessor) -> list[tuple[Tensor, list[object]]]:

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from automodel_cli.data.pictures.load import PictureLoad
 from automodel_cli.distributed.typed_torch import modules_of
+from automodel_cli.models import lora
 from automodel_cli.models.hub import composite_text
+from automodel_cli.models.vision.config import VisionConfig
 from automodel_cli.models.vision.front import Front, composite_on_meta
 
 if TYPE_CHECKING:
@@ -57,7 +59,8 @@ class FrontWork:
         """Read the sizes from the modules, which may be on the meta device or sharded."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        matrices = dict(modules_of(front.composite, _MATRICES))
+        with lora.bare(front.composite):
+            matrices = dict(modules_of(front.composite, _MATRICES))
         sizes = {True: 0, False: 0}
         for name, module in matrices.items():
             sizes[front.is_tower(f"{name}.weight")] += module.weight.numel()
@@ -69,15 +72,17 @@ class FrontWork:
         side = int(kernel[-1]) if len(kernel) > 1 else 0
         return cls(sizes[True], sizes[False], int(width), len(blocks), inner, elements, side)
 
-    def training_flops(self, load: PictureLoad, *, tower_trained: bool = True, projector_trained: bool = True) -> float:
+    def training_flops(self, load: PictureLoad, vision: VisionConfig) -> float:
         """Return the FLOPs of forward and backward. A frozen matrix has a backward only if one before it is trained.
 
-        The first matrix of a projector behind a frozen tower is counted as if its input had a gradient.
+        Matrices with adapters have no gradient of their own. The first matrix behind a frozen part is counted as if its
+        input had a gradient.
         """
-        tower = 2 * self.tower * load.patches + 4 * self.blocks * self.width * load.pairs
-        projector = 2 * self.projector * load.tokens
-        of_projector = 3 if projector_trained else 2 if tower_trained else 1
-        return tower * (3 if tower_trained else 1) + projector * of_projector
+        times = {"trained": 3, "adapters": 2, "frozen": 1}
+        tower = 2 * self.tower * load.patches * times[vision.tower]
+        attention = 4 * self.blocks * self.width * load.pairs * (1 if vision.tower == "frozen" else 3)
+        of_projector = max(times[vision.projector], 1 if vision.tower == "frozen" else 2)
+        return tower + attention + 2 * self.projector * load.tokens * of_projector
 
 
 def meta_work(composite_config: PretrainedConfig) -> FrontWork:

@@ -8,6 +8,7 @@ from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.distributed.strategies.ddp.config import DDPConfig
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.vision.config import VisionConfig
 
 
 def refuse_vision(kind: str, model: ModelConfig, data: DataConfig, *, may_read: bool) -> None:
@@ -74,8 +75,8 @@ def check_vision(kind: str, model: ModelConfig, data: DataConfig, parallelizer: 
 def _check_parallelizer(parallelizer: Strategy) -> None:
     if not isinstance(parallelizer, (FSDP2Config, DDPConfig)):
         raise ConfigError(
-            f"{type(parallelizer).__name__} is not supported with pictures, because its gradients of a vision tower "
-            "have not been compared with one process",
+            f"{type(parallelizer).__name__} is not supported with pictures, because its loading, checkpoints and "
+            "export have not been run with a vision tower",
             code="unsupported_combination",
             keys=("parallelizer", "model.vision"),
             fix="parallelizer=fsdp2",
@@ -115,21 +116,7 @@ def _check_model(model: ModelConfig, parallelizer: Strategy) -> None:
             keys=("model.attn_implementation", "model.vision"),
             fix="model.attn_implementation=packed",
         )
-    if model.lora is not None and not (vision.front_is_frozen and vision.text == "trained"):
-        raise ConfigError(
-            "model.lora trains adapters of the text model only, so tower and projector must be frozen",
-            code="requires_setting",
-            keys=("model.vision.tower", "model.vision.projector", "model.lora"),
-            fix="model.vision.tower=frozen model.vision.projector=frozen",
-        )
-    if parallelizer.activation_checkpointing == "auto":
-        raise ConfigError(
-            "parallelizer.activation_checkpointing=auto is not supported with pictures, because it chooses by an "
-            "estimate in which the memory of a vision tower has not been compared with a GPU",
-            code="unsupported_combination",
-            keys=("parallelizer.activation_checkpointing", "model.vision"),
-            fix="parallelizer.activation_checkpointing=full",
-        )
+    _check_adapters(model, vision)
     if parallelizer.enable_compile is not False:
         raise ConfigError(
             f"parallelizer.enable_compile={parallelizer.enable_compile} is not supported with pictures, whose "
@@ -138,3 +125,22 @@ def _check_model(model: ModelConfig, parallelizer: Strategy) -> None:
             keys=("parallelizer.enable_compile", "model.vision"),
             fix="parallelizer.enable_compile=false",
         )
+
+
+def _check_adapters(model: ModelConfig, vision: VisionConfig) -> None:
+    for name in ("tower", "projector"):
+        choice = getattr(vision, name)
+        if model.lora is None and choice == "adapters":
+            raise ConfigError(
+                f"model.vision.{name}=adapters requires model.lora, but it is null",
+                code="requires_setting",
+                keys=(f"model.vision.{name}", "model.lora"),
+                fix="model.lora={}",
+            )
+        if model.lora is not None and choice == "trained":
+            raise ConfigError(
+                f"model.vision.{name}=trained is not supported with model.lora, which trains adapters only",
+                code="requires_setting",
+                keys=(f"model.vision.{name}", "model.lora"),
+                fix=f"model.vision.{name}=frozen, or model.vision.{name}=adapters",
+            )

@@ -79,7 +79,7 @@ class ReferenceModel:
         self._stack = ExitStack()
         self._stack.enter_context(sampling_distribution(self._model, self._shaping))
         if self._without_adapters:
-            self._stack.enter_context(adapters_off([part.model for part in self._model.parts]))
+            self._stack.enter_context(adapters_off(self._model.parts))
         return self._model.stages
 
     def __exit__(self, *exc: object) -> None:

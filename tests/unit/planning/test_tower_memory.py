@@ -11,13 +11,16 @@ from transformers import AutoModelForImageTextToText
 from automodel_cli.cli.common import load_recipe
 from automodel_cli.config.trust import Trust
 from automodel_cli.data.batch import Pictures
+from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.models.hub.source import composite_config
 from automodel_cli.models.vision.probe import small_part
 from automodel_cli.models.vision.processor import FamilyProcessor
 from automodel_cli.models.vision.work import FrontWork, load_of_shapes, meta_work
+from automodel_cli.planning.activation_checkpointing import GIB, MARGIN, choose_activation_checkpointing
 from automodel_cli.planning.activation_memory import Activations
 from automodel_cli.planning.plan import make_plan
+from automodel_cli.planning.reserve import RESERVE_GIB
 from automodel_cli.planning.tower_memory import TowerMemory, tower_memory
 from automodel_cli.run.plan_request import plan_request
 from tests.vision import config_of, model_of, noise, processor_of
@@ -59,14 +62,16 @@ def test_the_estimate_is_near_what_autograd_keeps():
 
 def test_recomputation_keeps_the_inputs_of_blocks_and_one_block_while_it_runs():
     work = meta_work(config_of("qwen3_vl"))
-    whole, again, frozen = (
+    whole, again, selective, frozen = (
         estimate(work, mode, patches=100, tokens=25, trained=trained)
-        for mode, trained in ((False, True), ("full", True), (False, False))
+        for mode, trained in ((False, True), ("full", True), ("selective", True), (False, False))
     )
     ends = 4 * (100 * 48 + 25 * 32)
     block = 4 * 100 * (8 * 32 + 2 * 96)  # the widest matrix is that of queries, keys and values
     assert (whole.kept, whole.recomputed) == (ends + 2 * block, 0)
     assert (again.kept, again.recomputed) == (ends + 2 * 4 * 100 * 32, block)
+    # Inputs, results of q, k and v (3 widths), of attention, of its projection, and of both matrices of the MLP.
+    assert (selective.kept, selective.recomputed) == (ends + 2 * 4 * 100 * (32 + 6 * 32 + 96), block)
     assert (frozen.kept, frozen.recomputed) == (ends, block)
     text = Activations(10.0, (1.0, 1.0), 5.0, 2.0, 3.0)
     assert again.beside(text) == replace(text, before=10.0 + again.kept, recomputed=float(block))
@@ -84,3 +89,22 @@ def test_a_plan_counts_parameters_and_memory_of_the_tower():
     assert plan.tower.patches == 4 * 4 * 160
     more = plan.memory[0].activations - none.memory[0].activations
     assert more == pytest.approx(plan.tower.kept - none.tower.kept) and more > 0
+
+
+def test_the_chosen_recomputation_has_room_for_the_tower_too():
+    """In memory that is enough for the text model alone, layers are recomputed, and the plan stays within it."""
+    _, recipe = load_recipe("quickstart_vlm", ("data.seq_len=1024",), Trust())
+    request = plan_request(recipe, Layout())
+    assert isinstance(request.parallelizer, FSDP2Config)
+
+    def planned(mode: bool | str) -> float:
+        return make_plan(
+            replace(request, parallelizer=replace(request.parallelizer, activation_checkpointing=mode))
+        ).heaviest
+
+    text_only = replace(request, patches_per_image_token=0.0)
+    room = make_plan(text_only).heaviest
+    memory = room * (1 + MARGIN) + RESERVE_GIB * GIB + 1
+    assert choose_activation_checkpointing(text_only, memory).mode is False
+    choice = choose_activation_checkpointing(request, memory)
+    assert choice.mode is not False and planned(choice.mode) <= room < planned(False)

@@ -11,6 +11,7 @@ from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.vision.config import VisionConfig
 from automodel_cli.run.checks.vision_checks import check_vision, refuse_vision
 from tests.errors import raises
@@ -23,13 +24,22 @@ DATA = DataConfig(path="rows.jsonl", truncation="drop")
     ("parallelizer", "key"),
     [
         (MegatronFSDPConfig(), "parallelizer"),
-        (FSDP2Config(activation_checkpointing="auto"), "parallelizer.activation_checkpointing"),
         (FSDP2Config(enable_compile=True), "parallelizer.enable_compile"),
     ],
 )
 def test_a_parallelizer_that_does_not_support_pictures_is_refused(parallelizer: Any, key: str):
     with raises(ConfigError, "unsupported_combination", keys=(key, "model.vision")):
         check_vision("vlm", MODEL, DATA, parallelizer)
+
+
+@pytest.mark.parametrize(
+    ("vision", "lora"), [(VisionConfig(tower="adapters"), None), (VisionConfig(tower="frozen"), LoRAConfig())]
+)
+def test_adapters_and_trained_parts_exclude_each_other(vision: VisionConfig, lora: LoRAConfig | None):
+    model = ModelConfig(pretrained="org/name", vision=vision, lora=lora)
+    key = "model.vision.tower" if lora is None else "model.vision.projector"
+    with raises(ConfigError, "requires_setting", keys=(key, "model.lora")):
+        check_vision("vlm", model, DATA, FSDP2Config())
 
 
 def test_the_recommended_parallelizer_is_accepted():
