@@ -32,7 +32,7 @@ from automodel_cli.training.optimizers.nodes import AdamW, Muon
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests import tiny
-from tests.dist import cuda_stand_in
+from tests.dist import cuda_stand_in, vision_cases
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, Case, compare, step_batches, tiny_part
 from tests.errors import raises
@@ -92,6 +92,20 @@ def _of_mesh(sizes, *strategies):
     configs = [replace(MEGATRON, zero_dp_strategy=strategy) for strategy in strategies]
     mesh = MeshConfig(**sizes)
     return [Case("qwen3", config=config, mesh=mesh, num_microbatches=2, num_layers=2) for config in configs]
+
+
+def _compare_pictures(rank, world, cases):
+    cuda_stand_in.install()
+    return vision_cases.compare(rank, world, "qwen3_vl", cases)
+
+
+@pytest.mark.slow
+def test_a_vision_tower_has_the_numbers_of_one_process():
+    """Recipes refuse it, because loading and export have not been run with a tower."""
+    strategies = [replace(MEGATRON, zero_dp_strategy=strategy) for strategy in (0, 3)]
+    cases = [vision_cases.Case(parallelizer=strategy) for strategy in strategies]
+    for case, errors in zip(cases, launch(_compare_pictures, 2, cases), strict=True):
+        assert errors.within_rounding(), f"{case}: {errors}"
 
 
 @pytest.mark.slow
