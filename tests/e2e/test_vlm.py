@@ -243,7 +243,7 @@ def _continues_adapters(folder: Path) -> None:
     again = (
         f"model.lora={{pretrained: {export}/adapter}}",
         "optimizer.lr=1e-12",
-        "lr_scheduler=constant",
+        "lr_scheduler.warmup_steps=0",
         *ADAPTERS[1:],
     )
     _train(folder, "again", "train.max_steps=1", *again)
