@@ -20,7 +20,7 @@ from automodel_cli.run.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.launch.generation_servers import GenerationServers
 
 

@@ -11,7 +11,7 @@ from automodel_cli.objectives.base import PreferenceObjective
 from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.data.preparation.dataset import PackedDataset
 
 
@@ -45,7 +45,7 @@ class PreferenceRecipe(Recipe):
     def run(self, source: Composed) -> int:
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.run.build_trainer import build_trainer
-        from automodel_cli.run.picture_answers import PictureAnswers
+        from automodel_cli.run.pictures.answers import PictureAnswers
         from automodel_cli.run.startup_summary import show_header
         from automodel_cli.run.validation_loss import HeldOutLoss, print_accuracy
 

@@ -11,7 +11,7 @@ from automodel_cli.objectives.base import request_of
 from automodel_cli.recipes.preferences import PreferenceRecipe
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.data.batch import Columns
     from automodel_cli.run.trainer import Trainer
 

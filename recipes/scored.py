@@ -10,7 +10,7 @@ from automodel_cli.evaluation.validation import check_tasks
 from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.evaluation.held_out_metrics import HeldOutMetrics
     from automodel_cli.run.trainer import Trainer
 

@@ -9,7 +9,7 @@ from automodel_cli.evaluation.validation import check_tasks
 from automodel_cli.run.recipe import Recipe
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.run.trainer import Trainer
     from automodel_cli.run.validation_loss import HeldOutLoss
 

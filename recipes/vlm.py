@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from automodel_cli.recipes.sft import SFTRecipe
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class VLMRecipe(SFTRecipe):
         from automodel_cli.evaluation.validation import add_tasks
         from automodel_cli.run.build_trainer import build_trainer
         from automodel_cli.run.fake_quantization import FakeQuantizationRun
-        from automodel_cli.run.picture_accuracy import PictureAccuracy
-        from automodel_cli.run.picture_answers import PictureAnswers
+        from automodel_cli.run.pictures.accuracy import PictureAccuracy
+        from automodel_cli.run.pictures.answers import PictureAnswers
         from automodel_cli.run.startup_summary import show_header
         from automodel_cli.run.validation_loss import HeldOutLoss
 

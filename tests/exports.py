@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from automodel_cli.data.batch import one_document
 from automodel_cli.distributed import process_group
-from automodel_cli.models import lora_export
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
 from automodel_cli.models.checkpoint_io.export_check import Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.lora import export as lora_export
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 

@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from automodel_cli.config import bundled_recipes, fix_syntax, schema, targets
+from automodel_cli.config import fix_syntax, schema
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import Composed, compose
+from automodel_cli.config.composition import bundled_recipes
+from automodel_cli.config.composition.compose import Composed, compose
 from automodel_cli.config.diagnostics import Problem
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.security import targets
 
 _RECIPES = (
     "automodel_cli.recipes.sft.SFTRecipe",

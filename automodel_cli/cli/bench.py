@@ -9,7 +9,7 @@ import click
 
 from automodel_cli.cli import common
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 
 if TYPE_CHECKING:
     from automodel_cli.run.commands.bench import Config

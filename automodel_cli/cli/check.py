@@ -10,10 +10,10 @@ import click
 from automodel_cli.cli import common
 from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.trust import Need, Trust
+from automodel_cli.config.security.trust import Need, Trust
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.run.config_root import ConfigRoot
 
 
@@ -33,7 +33,7 @@ def check(
     With --gpus, one rank of each stage also runs its step as `dryrun` does. This checks that kernels support the shapes
     and that the step fits in memory.
     """
-    from automodel_cli.config.bundled_recipes import conf_dir, display
+    from automodel_cli.config.composition.bundled_recipes import conf_dir, display
 
     if gpu is not None and gpus is None:
         message = f"--gpu {gpu} has no effect without --gpus"

@@ -14,12 +14,12 @@ from automodel_cli.cli import completion_values
 from automodel_cli.config.diagnostics import Problem, format_value
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.fix_syntax import word
-from automodel_cli.config.trust import NOTHING, WORDS, Need, Trust
-from automodel_cli.config.trust_store import load_trust
+from automodel_cli.config.security.trust import NOTHING, WORDS, Need, Trust
+from automodel_cli.config.security.trust_store import load_trust
 from automodel_cli.launch import rank_errors
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.dryrun.types import TraceRequest
     from automodel_cli.run.config_root import ConfigRoot
     from automodel_cli.run.recipe import Recipe
@@ -106,7 +106,7 @@ def load(
     """Compose and check a config. Raises ConfigError with all errors. Untrusted values are errors, or are added to
     `untrusted` (see `check`). A run in `run_dir` restores its permissions."""
     from automodel_cli.config.check import check_config
-    from automodel_cli.config.compose import compose
+    from automodel_cli.config.composition.compose import compose
     from automodel_cli.run.config_root import ConfigRoot
 
     with rank_errors.by_rank_0():

@@ -12,7 +12,7 @@ from pathlib import Path
 from click import Context, Parameter
 from click.shell_completion import CompletionItem
 
-from automodel_cli.config import bundled_recipes
+from automodel_cli.config.composition import bundled_recipes
 from automodel_cli.config.errors import ConfigError
 
 
@@ -49,7 +49,8 @@ def keys(conf: str) -> set[str]:
     """Return every key that the recipe of `conf` accepts, plus those in its files. Of all bundled recipes if `conf` is
     unknown.
     """
-    from automodel_cli.config import schema, targets
+    from automodel_cli.config import schema
+    from automodel_cli.config.security import targets
 
     path = bundled_recipes.recipe_path(conf) if conf in bundled_recipes.recipe_names() else Path(conf)
     known_keys: set[str] = set()

@@ -10,7 +10,7 @@ from automodel_cli.cli import common
 from automodel_cli.cli.convert_data import convert
 from automodel_cli.cli.data_quality import quality
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 
 
 @click.group()

@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from automodel_cli.cli import common
-from automodel_cli.config import bundled_recipes
+from automodel_cli.config.composition import bundled_recipes
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 
 _CHECKS = ("exact", "near", "overlap", "language", "length")
 

@@ -17,7 +17,7 @@ import click
 from automodel_cli.cli import common, tested_versions
 from automodel_cli.cli.tested_versions import DISTRIBUTION
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.launch import process_context
 from automodel_cli.launch.local_launcher import safe_path
 

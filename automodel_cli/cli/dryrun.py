@@ -8,7 +8,7 @@ import click
 
 from automodel_cli.cli import common
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.trust import Need, Trust
+from automodel_cli.config.security.trust import Need, Trust
 
 _ALL = "all-distinct"
 _file = click.Path(path_type=Path, dir_okay=False)

@@ -11,11 +11,11 @@ import click
 from automodel_cli.cli import common, completion_values
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.launch import local_launcher, process_context, process_startup
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.evaluation.config import EvalConfig
     from automodel_cli.evaluation.runner import Target
     from automodel_cli.run.recipe import Recipe
@@ -157,9 +157,9 @@ def _exported(name: str, checkpoint: str | None = None) -> str:
 
 def load_evaluation(conf: str, overrides: tuple[str, ...], trust: Trust) -> tuple[Composed, EvalConfig]:
     """Return an evaluation from a file or the bundled ones. Raises ConfigError."""
-    from automodel_cli.config import bundled_recipes
     from automodel_cli.config.check import check_config
-    from automodel_cli.config.compose import compose
+    from automodel_cli.config.composition import bundled_recipes
+    from automodel_cli.config.composition.compose import compose
     from automodel_cli.evaluation.config import EvalConfig
 
     known = bundled_recipes.conf_dir() / "eval" / f"{conf}.yaml"

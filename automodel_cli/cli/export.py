@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from automodel_cli.cli import common
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 
 
 @click.command()

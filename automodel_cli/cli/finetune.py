@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from automodel_cli.cli import common
-from automodel_cli.config import bundled_recipes
+from automodel_cli.config.composition import bundled_recipes
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.fix_syntax import word
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.launch import (
     local_launcher,
     malloc,
@@ -25,7 +25,7 @@ from automodel_cli.launch import (
 )
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.run.config_root import ConfigRoot
 
 

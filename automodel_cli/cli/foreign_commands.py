@@ -9,7 +9,7 @@ from click import NoSuchOption
 from automodel_cli.cli import completion_values
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
-from automodel_cli.config.suggestions import suggest
+from automodel_cli.config.keys.suggestions import suggest
 
 _TRAIN = "automodel finetune llm -c quickstart"
 _SWEEP = "automodel sweep -c quickstart optimizer.lr=0.01,0.02"

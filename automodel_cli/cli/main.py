@@ -22,7 +22,7 @@ import click
 
 from automodel_cli import __version__
 from automodel_cli.cli import foreign_commands
-from automodel_cli.config import bundled_recipes
+from automodel_cli.config.composition import bundled_recipes
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.launch import peer_failure, rank_process, safe_output
 

@@ -13,7 +13,7 @@ import click
 from automodel_cli.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from automodel_cli.config.key_reference import ReferenceNode
+    from automodel_cli.config.keys.reference import ReferenceNode
 
 
 @click.command()
@@ -29,7 +29,7 @@ def options(section: str | None, markdown: Path | None) -> None:
 
     SECTION is a section (data), a key or part below it (model.lora), or an option of a group (megatron_fsdp).
     """
-    from automodel_cli.config.key_reference import nodes
+    from automodel_cli.config.keys.reference import nodes
 
     reference = nodes()
     if markdown is not None:
@@ -50,7 +50,7 @@ def options(section: str | None, markdown: Path | None) -> None:
 
 def _write_pages(found: list[ReferenceNode], folder: Path) -> None:
     """Write the reference pages below `folder`, as docs/ has them."""
-    from automodel_cli.config.key_reference_pages import pages
+    from automodel_cli.config.keys.reference_pages import pages
 
     for name, text in pages(found).items():
         path = folder / name

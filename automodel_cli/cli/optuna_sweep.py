@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_cli.config import hydra_adapter
+from automodel_cli.config.composition import hydra_adapter
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.launch import signals
 

@@ -11,7 +11,7 @@ import click
 
 from automodel_cli.cli import common
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.trust import Need, Trust
+from automodel_cli.config.security.trust import Need, Trust
 
 F = TypeVar("F", bound=Callable[..., object])
 

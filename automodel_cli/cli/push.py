@@ -48,7 +48,7 @@ def push(run: str, repository: str, checkpoint: str | None, private: bool, licen
 
 def _base(folder: Path) -> str | None:
     """Return the hub id of the base model. None for a local folder, which is not available to others."""
-    from automodel_cli.config.compose import compose
+    from automodel_cli.config.composition.compose import compose
 
     name = compose(folder / "config.yaml", run_dir=folder).tree.get("model", {}).get("pretrained")
     return name if isinstance(name, str) and _ID.fullmatch(name) and not Path(name).exists() else None

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from automodel_cli.cli import completion_values
-from automodel_cli.config import bundled_recipes
+from automodel_cli.config.composition import bundled_recipes
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
 

@@ -15,14 +15,14 @@ import click
 from automodel_cli.cli import common
 from automodel_cli.cli.cluster_options import cluster_options
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.launch import kubernetes_skypilot, slurm, slurm_script
 from automodel_cli.launch.local_launcher import safe_path
 from automodel_cli.launch.slurm_queue import why_never
 from automodel_cli.launch.slurm_servers import RolloutNodes
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.run.config_root import ConfigRoot
 
 _SHARED = ("nodes", "ranks_per_node", "gpus_per_node", "image", "cpus_per_task", "notice", "max_requeues", "setup")

@@ -26,12 +26,12 @@ from automodel_cli.cli.sweep_points import (
 )
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.launch import signals, slurm, slurm_script
 from automodel_cli.launch.local_launcher import safe_path
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.run.config_root import ConfigRoot
 
 

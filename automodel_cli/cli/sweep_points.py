@@ -28,7 +28,7 @@ class Point:
 
 def grid_points(folder: Path, overrides: tuple[str, ...]) -> list[Point]:
     """Raise ConfigError if no value is swept, or if a swept key is set by the sweep itself."""
-    from automodel_cli.config import hydra_adapter
+    from automodel_cli.config.composition import hydra_adapter
 
     check_own_keys(folder, overrides)
     try:

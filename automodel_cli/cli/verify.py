@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from automodel_cli.cli import common
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 
 
 @click.command()

@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 import sys
 
-from automodel_cli.config.compose import Composed
+from automodel_cli.config.composition.compose import Composed
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.instantiate import Builder
-from automodel_cli.config.trust import NOTHING, Need, Trust
+from automodel_cli.config.security.trust import NOTHING, Need, Trust
 from automodel_cli.config.type_checking import WRONG, Binder
 
 

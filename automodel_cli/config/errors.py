@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from automodel_cli.config.fix_syntax import label
 from automodel_cli.config.plain_text import visible
-from automodel_cli.config.secrets import hide
+from automodel_cli.config.security.secrets import hide
 
 
 class ConfigError(Exception):

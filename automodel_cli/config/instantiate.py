@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from automodel_cli.config import targets
-from automodel_cli.config.compose import Composed
+from automodel_cli.config.composition.compose import Composed
 from automodel_cli.config.diagnostics import Origin, Problem, format_value
 from automodel_cli.config.dotted_keys import join
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import map_keys
+from automodel_cli.config.security import targets
 from automodel_cli.config.type_checking import WRONG, BoundTarget
 
 

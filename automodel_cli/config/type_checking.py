@@ -7,17 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_cli.config import key_reference, scalar_conversion, schema, targets
-from automodel_cli.config import trust as trusting
-from automodel_cli.config.compose import MISSING, Composed
+from automodel_cli.config import scalar_conversion, schema
+from automodel_cli.config.composition.compose import MISSING, Composed
 from automodel_cli.config.diagnostics import Problem, format_value
 from automodel_cli.config.dotted_keys import join
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.importer_registry import recognise
-from automodel_cli.config.suggestions import suggest
-from automodel_cli.config.trust import Need, Trust
-from automodel_cli.config.unknown_keys import leaves, problem_at, unknown_key
+from automodel_cli.config.keys import reference as key_reference
+from automodel_cli.config.keys.suggestions import suggest
+from automodel_cli.config.keys.unknown import leaves, problem_at, unknown_key
+from automodel_cli.config.security import targets
+from automodel_cli.config.security import trust as trusting
+from automodel_cli.config.security.trust import Need, Trust
 
 _WHOLE = 10_000  # characters: text that users paste is not truncated
 WRONG = object()

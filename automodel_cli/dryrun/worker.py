@@ -42,8 +42,8 @@ def main() -> int:
 def load(request: TraceRequest) -> Recipe:
     """The checked recipe, as the command found it."""
     from automodel_cli.config.check import check_config
-    from automodel_cli.config.compose import compose
-    from automodel_cli.config.trust import Trust
+    from automodel_cli.config.composition.compose import compose
+    from automodel_cli.config.security.trust import Trust
 
     trust = Trust(frozenset(request.trust_words), request.trust_packages)
     return cast("Recipe", check_config(compose(request.conf, request.overrides), trust, []))

@@ -13,7 +13,7 @@ from automodel_cli.data.preparation.prompt_dataset import Prompt
 from automodel_cli.data.tokenized import pad_or_eos
 from automodel_cli.models.hub.source import stop_ids
 from automodel_cli.rollout.types import Completion
-from automodel_cli.run.picture_decoding import Asked, PictureDecoder
+from automodel_cli.run.pictures.decoding import Asked, PictureDecoder
 
 if TYPE_CHECKING:
     from automodel_cli.evaluation.eval_model import EvalModel

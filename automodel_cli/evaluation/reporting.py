@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.safe_files import replace
+from automodel_cli.config.security.safe_files import replace
 from automodel_cli.evaluation.example_answers import example_lines
 from automodel_cli.evaluation.scores import (
     TaskScores,

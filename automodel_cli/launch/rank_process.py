@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.safe_files import open_own, replace
+from automodel_cli.config.security.safe_files import open_own, replace
 from automodel_cli.launch import process_context, safe_output, signals
 
 STATUS_DIR = "AUTOMODEL_STATUS_DIR"

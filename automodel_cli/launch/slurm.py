@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.trust import NOTHING, Trust
+from automodel_cli.config.security.trust import NOTHING, Trust
 from automodel_cli.launch.slurm_script import BODY, SCRIPT, setup_block
 from automodel_cli.launch.slurm_servers import RolloutNodes
 

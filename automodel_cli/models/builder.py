@@ -12,7 +12,7 @@ from torch import nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.head_output import LOGPROBS, HeadRequest
 from automodel_cli.distributed.expert_parallel.apply import is_experts
-from automodel_cli.models import float8, lora, lora_front, lora_fused, new_tokens, qat, transformers_compat
+from automodel_cli.models import new_tokens, transformers_compat
 from automodel_cli.models.attention import packed as attention_packed
 from automodel_cli.models.attention import transformer_engine
 from automodel_cli.models.config import ModelConfig
@@ -20,10 +20,14 @@ from automodel_cli.models.document_masking import dynamic_rope, recurrent_layers
 from automodel_cli.models.freezing import freeze_by_vision
 from automodel_cli.models.hub import source
 from automodel_cli.models.lm_head.detection import detect_head
+from automodel_cli.models.lora import adapters as lora
+from automodel_cli.models.lora import front as lora_front
+from automodel_cli.models.lora import fused as lora_fused
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.moe_config import MoEConfig
 from automodel_cli.models.mtp import key_mapping
 from automodel_cli.models.mtp import layers as mtp_layers
+from automodel_cli.models.precision import float8, qat
 from automodel_cli.models.probes import block_plan, isolation
 from automodel_cli.models.vision.config import VisionConfig
 from automodel_cli.models.vision.front import Front, composite_on_meta

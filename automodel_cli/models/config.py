@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import override
+from automodel_cli.config.security import trust
 from automodel_cli.config.value_checks import check_range
 from automodel_cli.models.fp8_config import Fp8Config, TransformerEngineConfig
 from automodel_cli.models.lora_config import LoRAConfig

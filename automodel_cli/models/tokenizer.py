@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from automodel_cli.config import hub, trust
+from automodel_cli.config.composition import hub
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.security import trust
 from automodel_cli.config.value_checks import check_choice, check_range
 from automodel_cli.models.files import file_integrity
 from automodel_cli.models.files.gguf_tokenizer import digits_then_words, gguf_path, set_gguf_split

@@ -20,10 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_cli.distributed.expert_parallel.low_rank import MATRICES, scale_of
-from automodel_cli.models import expert_lora, lora, lora_dora, lora_init, lora_merge, transformers_compat
-from automodel_cli.models.lora_layer import AdapterLayer
-from automodel_cli.models.lora_targets import is_embedding, is_transposed
-from automodel_cli.models.lora_tokens import TokenRows
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.lora import adapters as lora
+from automodel_cli.models.lora import dora as lora_dora
+from automodel_cli.models.lora import experts as expert_lora
+from automodel_cli.models.lora import init as lora_init
+from automodel_cli.models.lora import merge as lora_merge
+from automodel_cli.models.lora.layer import AdapterLayer
+from automodel_cli.models.lora.targets import is_embedding, is_transposed
+from automodel_cli.models.lora.tokens import TokenRows
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.rng import generator_for
 from automodel_cli.parity import value_head

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch
 from automodel_cli.distributed.mesh import build_mesh
-from automodel_cli.models import lora_front
 from automodel_cli.models.attention.packed import register_packed_attention
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.freezing import freeze, freeze_by_vision
 from automodel_cli.models.hub import source
+from automodel_cli.models.lora import front as lora_front
 from automodel_cli.models.model_part import ModelPart, model_parts
 from automodel_cli.models.vision.probe import documents_with_pictures, inputs_of_document, packed_rows, small_part
 from automodel_cli.models.vision.processor import FamilyProcessor, shared_processor

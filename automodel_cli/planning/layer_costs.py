@@ -9,7 +9,7 @@ from torch import nn
 
 from automodel_cli.distributed.layer_wrapping import transformer_layers
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.models.nf4 import num_packed
+from automodel_cli.models.precision.nf4 import num_packed
 from automodel_cli.pipelining.cut.model_structure import ModelStructure
 from automodel_cli.training.optimizers.param_groups import TrainableParam
 

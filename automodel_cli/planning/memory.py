@@ -16,7 +16,7 @@ from automodel_cli.distributed.expert_parallel.apply import is_experts
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.distributed.strategies.base import MemoryTraits
 from automodel_cli.distributed.tensors import tensors_in
-from automodel_cli.models.nf4 import BYTES_PER_WEIGHT
+from automodel_cli.models.precision.nf4 import BYTES_PER_WEIGHT
 from automodel_cli.planning.layer_costs import Unit
 from automodel_cli.planning.reserve import MemoryBreakdown
 from automodel_cli.training.optimizers.build import OptimizerNode, optimizer_node

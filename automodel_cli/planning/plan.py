@@ -12,7 +12,7 @@ from automodel_cli.distributed.tensor_parallel.apply import cut_parameters
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.freezing import freeze
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.models.nf4 import num_packed
+from automodel_cli.models.precision.nf4 import num_packed
 from automodel_cli.models.vision.work import FrontWork
 from automodel_cli.pipelining.cut.placement import place_layout, render_table
 from automodel_cli.pipelining.cut.split_check import check_split

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from automodel_cli.config.safe_files import open_own
+from automodel_cli.config.security.safe_files import open_own
 from automodel_cli.rollout.config import RolloutConfig
 from automodel_cli.rollout.monitoring.reward_statistics import counted, has_reward, mean_reward
 from automodel_cli.rollout.rollout_result import Rollout

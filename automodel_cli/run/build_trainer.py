@@ -32,7 +32,7 @@ from automodel_cli.training.checkpoint import rng
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
 
 
 @contextmanager

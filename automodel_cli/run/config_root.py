@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from automodel_cli.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.launch.generation_servers import GenerationServers
 
 

@@ -31,8 +31,8 @@ from automodel_cli.models.checkpoint_io.export import (
 )
 from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.export_values import Unfinished
-from automodel_cli.models.lora import adapters_off
-from automodel_cli.models.lora_export import save_adapters
+from automodel_cli.models.lora.adapters import adapters_off
+from automodel_cli.models.lora.export import save_adapters
 from automodel_cli.models.score_head import EmbeddingHead
 from automodel_cli.models.tokenizer import tokenizer_node
 from automodel_cli.run.compared_rows import ComparedRows

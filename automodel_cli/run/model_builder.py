@@ -25,13 +25,13 @@ from automodel_cli.models.checkpoint_io.embedding_model import embeddings
 from automodel_cli.models.checkpoint_io.front_io import fill_front
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.expert_lora import num_used_by_a_token
 from automodel_cli.models.freezing import freeze, trained_work
 from automodel_cli.models.hub.source import composite_config, hf_config
+from automodel_cli.models.lora.experts import num_used_by_a_token
 from automodel_cli.models.model_part import ModelPart, model_parts
 from automodel_cli.models.moe.load_balancing import LoadBalancer
-from automodel_cli.models.nf4 import packed_layers
 from automodel_cli.models.packing_support import Rows, probe_context, probe_packing
+from automodel_cli.models.precision.nf4 import packed_layers
 from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 from automodel_cli.objectives.base import request_of
 from automodel_cli.pipelining.build_stages import build_stages

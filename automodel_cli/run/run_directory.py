@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.config.safe_files import read_regular, replace
-from automodel_cli.config.trust_store import FILE as TRUST
-from automodel_cli.config.trust_store import remember
+from automodel_cli.config.security.safe_files import read_regular, replace
+from automodel_cli.config.security.trust_store import FILE as TRUST
+from automodel_cli.config.security.trust_store import remember
 from automodel_cli.launch import rank_process
 from automodel_cli.run.config_root import ConfigRoot
 from automodel_cli.run.remote.remote_storage import MARK, Remote, fetch, is_url, local_root
@@ -24,7 +24,7 @@ from automodel_cli.runs.run_record import FILE as RECORD
 from automodel_cli.runs.run_record import read_record
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
 
 
 def run_directory(root: ConfigRoot, source: Composed, *, make: bool = True, held: ExitStack | None = None) -> Path:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from automodel_cli import __version__
-from automodel_cli.config import bundled_recipes
-from automodel_cli.config.safe_files import replace
+from automodel_cli.config.composition import bundled_recipes
+from automodel_cli.config.security.safe_files import replace
 from automodel_cli.data.preparation.dataloader import BatchLoader
 from automodel_cli.distributed import kernel_report
 from automodel_cli.distributed.mesh import Mesh

@@ -55,7 +55,7 @@ from automodel_cli.training.step import NonFiniteError, StepResult, train_step
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
 
 
 @runtime_checkable

@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from automodel_cli.config.composition.yaml_marks import read_marks
 from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.dotted_keys import value_at
-from automodel_cli.config.yaml_marks import read_marks
 from automodel_cli.runs.index import RunEntry
 
 NOTHING = "-"

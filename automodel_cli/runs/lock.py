@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.config.safe_files import open_own
+from automodel_cli.config.security.safe_files import open_own
 
 _FILE = ".lock"
 _SECONDS = 0.3

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from automodel_cli.config.safe_files import replace
+from automodel_cli.config.security.safe_files import replace
 from automodel_cli.report.html_page import page_html
 from automodel_cli.report.loss_curve import loss_curve_svg
 from automodel_cli.report.shown_run import Dataset, ShownRun, ShownSample, TaskScore

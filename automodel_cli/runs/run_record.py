@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from automodel_cli import __version__
-from automodel_cli.config import bundled_recipes
+from automodel_cli.config.composition import bundled_recipes
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.safe_files import read_regular, replace
+from automodel_cli.config.security.safe_files import read_regular, replace
 from automodel_cli.data.storage.checksums import Checksum
 from automodel_cli.runs import record_validation
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
 
 FILE = "run.json"
 State = Literal["running", "finished", "failed", "interrupted"]

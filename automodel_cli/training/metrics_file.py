@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from automodel_cli.config.safe_files import read_regular, replace
+from automodel_cli.config.security.safe_files import read_regular, replace
 
 Row = Mapping[str, float | int | None]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.composition.compose import compose
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.launch import signals
 
 

@@ -14,7 +14,8 @@ from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.expert_parallel import low_rank
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.models import lora_export, transformers_compat
+from automodel_cli.models import transformers_compat
+from automodel_cli.models.lora import export as lora_export
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.rng import generator_for
 from automodel_cli.objectives.sft import SFT

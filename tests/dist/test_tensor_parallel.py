@@ -21,7 +21,7 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.checkpoint_io.weight_stream import iter_hf_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.lora import wrappers
+from automodel_cli.models.lora.adapters import wrappers
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.batches import packed_batch, step_batches, token_row

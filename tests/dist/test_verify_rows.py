@@ -11,7 +11,7 @@ import pytest
 from automodel_cli.data.batch import Batch
 from automodel_cli.distributed.config import DDPConfig, FSDP2Config
 from automodel_cli.distributed.mesh_config import MeshConfig
-from automodel_cli.models import lora_merge
+from automodel_cli.models.lora import merge as lora_merge
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.cases import FP32, Case

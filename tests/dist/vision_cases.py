@@ -15,8 +15,8 @@ from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
-from automodel_cli.models import lora_front
 from automodel_cli.models.attention.packed import register_packed_attention
+from automodel_cli.models.lora import front as lora_front
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.rng import generator_for

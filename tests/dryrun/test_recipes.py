@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.config import bundled_recipes
+from automodel_cli.config.composition import bundled_recipes
 from automodel_cli.dryrun.estimate import estimate
 from automodel_cli.dryrun.types import GIB, RankResult, TraceRequest
 from automodel_cli.dryrun.worker import load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from automodel_cli.config import bundled_recipes
+from automodel_cli.config.composition import bundled_recipes
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import bundled_configs

@@ -16,7 +16,7 @@ DEFAULT = re.sub(r"parallelizer:\n.*\n", "", TINY).replace("{{", "{").replace("}
 SHORT = ("train.max_steps=4", "logging.report=false")
 TIED_HEAD = "model.lora={rank: 4, target_modules: [q_proj, lm_head]}"
 WRONG = """
-from automodel_cli.models import lora_merge
+from automodel_cli.models.lora import merge as lora_merge
 from automodel_cli.training.callback import Callback
 
 class Wrong(Callback):

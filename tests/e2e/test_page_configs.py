@@ -15,10 +15,10 @@ import pytest
 
 from automodel_cli.cli.main import cli, run
 from automodel_cli.cli.optuna_sweep import axes
-from automodel_cli.config import bundled_recipes
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.composition import bundled_recipes
+from automodel_cli.config.composition.compose import compose
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.data.pictures.reader import PictureSupport
 from automodel_cli.data.pictures.rows import PictureRows
 from automodel_cli.data.preparation.pipeline import prepare_data

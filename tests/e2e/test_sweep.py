@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from tests.e2e.command import automodel, curve, write_config
 from tests.errors import assert_error
 

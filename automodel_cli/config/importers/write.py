@@ -15,14 +15,14 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose, scalar
+from automodel_cli.config.composition.compose import compose, scalar
+from automodel_cli.config.composition.yaml_limits import check_file
+from automodel_cli.config.composition.yaml_marks import yaml_error
 from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import word
 from automodel_cli.config.importer_registry import TABLES, recognise
 from automodel_cli.config.importers.framework import Draft, Kind, Table, translate
-from automodel_cli.config.yaml_limits import check_file
-from automodel_cli.config.yaml_marks import yaml_error
 
 _SECTIONS = (
     *(

@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from automodel_cli.config import targets
 from automodel_cli.config.errors import DataError
+from automodel_cli.config.security import targets
 from automodel_cli.data.formats.base import DOCUMENTS, Format
 from automodel_cli.data.formats.builtin import format_name
 from automodel_cli.data.formats.column_mapping import LIST_COLUMNS

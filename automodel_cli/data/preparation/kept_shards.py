@@ -18,8 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from threading import Event
 
-from automodel_cli.config import safe_files
 from automodel_cli.config.errors import DataError
+from automodel_cli.config.security import safe_files
 from automodel_cli.data.preparation.token_shards import TokenShards, shard_name
 from automodel_cli.data.sources.spans import Span
 from automodel_cli.data.storage.cache import damage

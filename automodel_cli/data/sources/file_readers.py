@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from automodel_cli.config import hub
+from automodel_cli.config.composition import hub
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.json_array import read_array
 from automodel_cli.data.json_reader import MAX_ROW, NumberedRow, Row, read_lines, too_long

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.config.safe_files import open_own
+from automodel_cli.config.security.safe_files import open_own
 from automodel_cli.data.storage.checksums import content_hash
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from torch import Tensor
 from automodel_cli.data.batch import one_document
 from automodel_cli.distributed.float8.linear import paused
 from automodel_cli.distributed.qat.linear import switched
-from automodel_cli.models import lora
 from automodel_cli.models.checkpoint_io import embedding_model, front_io, generation_config, sequence_classifier
 from automodel_cli.models.checkpoint_io.export_files import (
     SHARD_BYTES,
@@ -39,6 +38,7 @@ from automodel_cli.models.checkpoint_io.weight_stream import bucketed, iter_hf_w
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import passthrough_tensors, source
 from automodel_cli.models.lm_head import value_head
+from automodel_cli.models.lora import adapters as lora
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 from automodel_cli.models.vision.processor import load_processor

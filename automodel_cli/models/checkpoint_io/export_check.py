@@ -33,9 +33,9 @@ from automodel_cli.models.checkpoint_io.export_values import (
     values_of_documents,
     values_of_prompts,
 )
-from automodel_cli.models.layerwise_casting import Cast, largest_forward
+from automodel_cli.models.precision.layerwise_casting import Cast, largest_forward
+from automodel_cli.models.precision.stochastic_rounding import moved_within_ulp
 from automodel_cli.models.score_head import EmbeddingHead
-from automodel_cli.models.stochastic_rounding import moved_within_ulp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

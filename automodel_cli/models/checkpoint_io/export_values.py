@@ -13,7 +13,7 @@ from torch import Tensor
 
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.checkpoint_io import embedding_model
-from automodel_cli.models.layerwise_casting import Cast, cast_layers
+from automodel_cli.models.precision.layerwise_casting import Cast, cast_layers
 from automodel_cli.models.score_head import EmbeddingHead, ScoreHead
 
 if TYPE_CHECKING:

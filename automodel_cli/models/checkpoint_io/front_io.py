@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import conversion_compat, lora, lora_merge, nf4, transformers_compat
+from automodel_cli.models import conversion_compat, transformers_compat
 from automodel_cli.models.checkpoint_io.initialization import init_buffers, init_random
 from automodel_cli.models.checkpoint_io.target import Target, skeleton_of, whole_on_meta
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import composite_text, dequantize, passthrough_tensors, source
 from automodel_cli.models.hub.multimodal_backbone import BackboneMapping
+from automodel_cli.models.lora import adapters as lora
+from automodel_cli.models.lora import merge as lora_merge
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.precision import nf4
 from automodel_cli.models.vision.front import composite_on_meta
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.warn import warn
-from automodel_cli.models import conversion_compat, lora, new_tokens, transformers_compat
+from automodel_cli.models import conversion_compat, new_tokens, transformers_compat
 from automodel_cli.models.checkpoint_io import stored_head
 from automodel_cli.models.checkpoint_io.initialization import init_buffers, init_random
 from automodel_cli.models.checkpoint_io.target import (
@@ -36,6 +36,7 @@ from automodel_cli.models.checkpoint_io.target import (
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import dequantize, multimodal_backbone, passthrough_tensors, source
 from automodel_cli.models.hub.lazy_tensor import StoredTensor
+from automodel_cli.models.lora import adapters as lora
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.mtp import layers as mtp_layers
 from automodel_cli.models.rng import seed_for

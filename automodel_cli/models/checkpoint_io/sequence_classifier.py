@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from automodel_cli.config import hub
+from automodel_cli.config.composition import hub
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.data.encoding.labeled import padding_id
 from automodel_cli.models import transformers_compat

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models import nf4, transformers_compat
+from automodel_cli.models import transformers_compat
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.precision import nf4
 from automodel_cli.models.uneven_dtensor import is_uneven
 
 if TYPE_CHECKING:

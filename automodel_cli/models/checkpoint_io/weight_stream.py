@@ -12,10 +12,14 @@ from torch import Tensor, nn
 from automodel_cli.distributed.expert_parallel.low_rank import WEIGHTS
 from automodel_cli.distributed.qat.linear import QATLinear, quantized_experts, quantized_layers
 from automodel_cli.distributed.qat.settings import FakeQuantization, LowRank
-from automodel_cli.models import conversion_compat, expert_lora, lora, lora_merge, nf4, transformers_compat
+from automodel_cli.models import conversion_compat, transformers_compat
 from automodel_cli.models.checkpoint_io.target import unit_of
 from automodel_cli.models.hub.compressed_tensors import compressed
+from automodel_cli.models.lora import adapters as lora
+from automodel_cli.models.lora import experts as expert_lora
+from automodel_cli.models.lora import merge as lora_merge
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.precision import nf4
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

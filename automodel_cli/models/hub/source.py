@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_cli.config import hub
+from automodel_cli.config.composition import hub
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import new_tokens
 from automodel_cli.models.config import ModelConfig

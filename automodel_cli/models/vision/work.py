@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from automodel_cli.data.pictures.load import PictureLoad
 from automodel_cli.distributed.typed_torch import modules_of
-from automodel_cli.models import lora
 from automodel_cli.models.hub import composite_text
+from automodel_cli.models.lora import adapters as lora
 from automodel_cli.models.vision.config import VisionConfig
 from automodel_cli.models.vision.front import Front, composite_on_meta
 

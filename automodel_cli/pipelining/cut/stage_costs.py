@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.models.nf4 import NF4Linear
+from automodel_cli.models.precision.nf4 import NF4Linear
 from automodel_cli.pipelining.cut.model_structure import ModelStructure
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.security import trust
 from automodel_cli.config.value_checks import check_choice, check_minimums, check_range
 from automodel_cli.rollout.engines.base import Capabilities
 from automodel_cli.rollout.engines.servers.launch_commands import VLLM_WITH_EXPERTS

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, RunError
+from automodel_cli.config.security import trust
 from automodel_cli.config.value_checks import check_range, require_package
 from automodel_cli.config.warn import warn
 from automodel_cli.rollout.engines.config import program_arguments

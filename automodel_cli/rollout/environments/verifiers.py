@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError, DataError
+from automodel_cli.config.security import trust
 from automodel_cli.config.value_checks import require_package
 from automodel_cli.rollout.environments.base import Environment, Turn
 from automodel_cli.rollout.environments.tools import ToolCall, calls_in

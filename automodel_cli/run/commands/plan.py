@@ -21,7 +21,7 @@ from automodel_cli.run.plan_request import plan_request
 GPUS_PER_NODE = 8
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.planning.plan import Plan
     from automodel_cli.planning.reserve import MemoryBreakdown
     from automodel_cli.run.recipe import Recipe

@@ -26,7 +26,7 @@ from automodel_cli.parity.report import Result
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.parity.pictures import PictureOriginal
     from automodel_cli.parity.reference import Original
     from automodel_cli.run.recipe import Recipe

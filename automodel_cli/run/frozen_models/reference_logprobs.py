@@ -23,7 +23,7 @@ from torch import Tensor
 from automodel_cli.data.batch import Batch, Columns
 from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.models.hub.source import model_files
-from automodel_cli.models.lora_pretrained import adapter_folder
+from automodel_cli.models.lora.pretrained import adapter_folder
 from automodel_cli.objectives.base import ReferenceSource
 from automodel_cli.objectives.kto import reference_point_of, reference_point_sums
 from automodel_cli.run.frozen_models.logprob_cache import RowCache, RowScores, content_of

@@ -14,7 +14,7 @@ from automodel_cli.data.head_output import HeadOutput, HeadRequest
 from automodel_cli.distributed.sharded_module import weights_changed
 from automodel_cli.distributed.tensors import to_local
 from automodel_cli.models.lm_head.sampling_transform import SamplingTransform
-from automodel_cli.models.lora import adapters_off
+from automodel_cli.models.lora.adapters import adapters_off
 from automodel_cli.run.frozen_models.teacher import build_teacher
 from automodel_cli.run.model_builder import Model
 from automodel_cli.training.checkpoint.state_dict import copy_state, model_state

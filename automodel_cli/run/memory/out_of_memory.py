@@ -19,7 +19,7 @@ from automodel_cli.run.memory.memory_suggestions import Planned, plan_changes
 from automodel_cli.training.torch_compat import dump_cuda_memory
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
     from automodel_cli.planning.plan import Plan
     from automodel_cli.run.recipe import Recipe
 
@@ -90,7 +90,7 @@ def explain_oom(
 def _with_overrides(source: Composed, run_dir: Path | None, more: Sequence[str]) -> object:
     """Return the checked recipe with more overrides, as `automodel resume` would read it."""
     from automodel_cli.config.check import check_config
-    from automodel_cli.config.compose import compose
+    from automodel_cli.config.composition.compose import compose
 
     if run_dir is None:
         composed = compose(source.path, (*source.overrides, *more))

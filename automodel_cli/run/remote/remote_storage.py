@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.config.file_systems import package_for
-from automodel_cli.config.safe_files import open_own, replace
+from automodel_cli.config.security.safe_files import open_own, replace
 from automodel_cli.runs.lock import is_held
 from automodel_cli.training.checkpoint.directory import META, CheckpointDir, step_of
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.fix_syntax import word
-from automodel_cli.config.safe_files import replace
-from automodel_cli.config.trust_store import FILE as TRUST
+from automodel_cli.config.security.safe_files import replace
+from automodel_cli.config.security.trust_store import FILE as TRUST
 from automodel_cli.run.remote.remote_storage import (
     BEST,
     CHECKPOINTS,

@@ -24,7 +24,7 @@ from typing import Any, TypedDict
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.fix_syntax import word
-from automodel_cli.config.safe_files import replace
+from automodel_cli.config.security.safe_files import replace
 from automodel_cli.data.storage.checksums import Checksum, content_hash
 from automodel_cli.training.early_stopping import Goal
 

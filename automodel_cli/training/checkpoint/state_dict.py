@@ -49,7 +49,7 @@ def model_state(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def _initial_matrices(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Frozen matrices that depend on the processor that decomposed a weight (`models/lora_init.py`)."""
+    """Frozen matrices that depend on the processor that decomposed a weight (`models/lora/init.py`)."""
     named = ((bare_name(name), param) for part in parts for name, param in _bare(part).named_parameters())
     return {f"model.{name}": _cut(param.detach(), param) for name, param in named if _is_initial(name)}
 

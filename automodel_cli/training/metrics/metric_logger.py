@@ -15,7 +15,7 @@ from torch import Tensor
 
 from automodel_cli.config.errors import RunError
 from automodel_cli.config.fix_syntax import word
-from automodel_cli.config.safe_files import open_own
+from automodel_cli.config.security.safe_files import open_own
 from automodel_cli.training.config import LoggingConfig
 from automodel_cli.training.metrics.flops import model_flops_utilisation
 from automodel_cli.training.metrics.progress import (

@@ -24,7 +24,7 @@ from typing import Literal, NoReturn, TypeVar
 import torch.distributed as dist
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.config.safe_files import open_own, replace
+from automodel_cli.config.security.safe_files import open_own, replace
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.store_client import StoreTalk
 from automodel_cli.launch import rank_process, safe_output

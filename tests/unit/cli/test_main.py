@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from automodel_cli.cli.main import COMMANDS, cli, run
-from automodel_cli.config import bundled_recipes
+from automodel_cli.config.composition import bundled_recipes
 from tests import warm
 from tests.errors import assert_error, raises
 

@@ -17,8 +17,10 @@ import yaml
 
 from automodel_cli.cli import completion_values
 from automodel_cli.cli.main import run
-from automodel_cli.config import bundled_recipes, key_reference, schema
-from automodel_cli.config.key_reference_pages import COMMON, groups, pages
+from automodel_cli.config import schema
+from automodel_cli.config.composition import bundled_recipes
+from automodel_cli.config.keys import reference as key_reference
+from automodel_cli.config.keys.reference_pages import COMMON, groups, pages
 from automodel_cli.data.data_sources import DatasetGenerator
 from automodel_cli.models.tokenizer import TokenizerNode
 from automodel_cli.rollout.engines.base import EngineConfig

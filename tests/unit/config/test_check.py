@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.foreign_keys import FOREIGN
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.keys.foreign import FOREIGN
+from automodel_cli.config.security.trust import Trust
 from tests.errors import assert_error, raises
 
 GOOD = """\
@@ -191,7 +191,7 @@ def test_the_foreign_table_stays_small() -> None:
 
 def test_the_foreign_table_names_keys_that_exist() -> None:
     from automodel_cli.config import schema
-    from automodel_cli.config.targets import resolve
+    from automodel_cli.config.security.targets import resolve
 
     known = set(schema.keys(resolve("automodel_cli.recipes.sft.SFTRecipe")))
     known |= set(schema.keys(resolve("automodel_cli.recipes.grpo.GRPORecipe")))
@@ -203,8 +203,8 @@ def test_the_foreign_table_names_keys_that_exist() -> None:
 
 def test_names_of_sampling_that_others_have() -> None:
     from automodel_cli.config import schema
-    from automodel_cli.config.suggestions import suggest
-    from automodel_cli.config.targets import resolve
+    from automodel_cli.config.keys.suggestions import suggest
+    from automodel_cli.config.security.targets import resolve
 
     known = set(schema.keys(resolve("automodel_cli.recipes.grpo.GRPORecipe")))
     of_ours = suggest("rollout.num_generations", 8, known)
@@ -223,7 +223,7 @@ def test_names_of_sampling_that_others_have() -> None:
 
 
 def test_a_key_that_is_spelt_alike_and_means_something_else_is_no_typo() -> None:
-    from automodel_cli.config.suggestions import suggest
+    from automodel_cli.config.keys.suggestions import suggest
 
     known = ["objective.kl_coef", "objective.clip_high"]
     assert suggest("objective.value_coef", 0.5, known) is None
@@ -427,7 +427,7 @@ def test_a_mapping_or_a_switch_in_place_of_something_else(overrides: list[str], 
 
 def test_no_key_of_ours_takes_just_anything() -> None:
     """Where an annotation is Any nothing is checked: plans of tensor parallelism, which their node reads, functions."""
-    from automodel_cli.config import key_reference
+    from automodel_cli.config.keys import reference as key_reference
 
     free = {key.name for node in key_reference.nodes() for key in node.keys if key.kind == "any node"}
     assert free == {"parallelizer.tp_plan", "rollout.advantage_estimator.function"}
@@ -443,7 +443,7 @@ def test_no_key_of_ours_takes_just_anything() -> None:
     ],
 )
 def test_another_word_is_no_typo(override: str) -> None:
-    from automodel_cli.config.suggestions import suggest
+    from automodel_cli.config.keys.suggestions import suggest
 
     key, _, value = override.partition("=")
     found = suggest(key, value, _keys_of_sft())
@@ -453,7 +453,7 @@ def test_another_word_is_no_typo(override: str) -> None:
 @pytest.mark.parametrize("name", ["model.lora.rank", "checkpoint.resume", "optimizer.weight_decay", "data.seq_len"])
 def test_one_slip_of_the_hand_is_a_typo(name: str) -> None:
     """A letter left out, doubled, replaced, or swapped with its neighbor, anywhere in the word."""
-    from automodel_cli.config.suggestions import suggest
+    from automodel_cli.config.keys.suggestions import suggest
 
     known = _keys_of_sft()
     section, _, leaf = name.rpartition(".")
@@ -467,7 +467,7 @@ def test_one_slip_of_the_hand_is_a_typo(name: str) -> None:
 
 def _keys_of_sft() -> list[str]:
     from automodel_cli.config import schema
-    from automodel_cli.config.targets import resolve
+    from automodel_cli.config.security.targets import resolve
 
     optimizer = schema.keys(resolve("automodel_cli.training.optimizers.nodes.AdamW"), "optimizer.")
     return [*schema.keys(resolve("automodel_cli.recipes.sft.SFTRecipe")), *optimizer]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.rollout.rewards.base import RewardInput
 from tests.errors import raises
 
@@ -106,7 +106,11 @@ def build(conf: str, *overrides: str) -> Any:
             "lacks build of automodel_cli.training.optimizers.lr_scheduler",
         ),
         ("quickstart", "optimizer={_target_: torch.optim.AdamW}", "torch.optim.AdamW, which lacks build of"),
-        ("quickstart", "data.generator={_target_: mine.Bare}", "lacks cache_key, rows of automodel_cli.data.config"),
+        (
+            "quickstart",
+            "data.generator={_target_: mine.Bare}",
+            "lacks cache_key, rows of automodel_cli.data.",
+        ),
         ("quickstart", "logging.trackers=[{_target_: mine.Bare}]", "lacks start of automodel_cli.training.trackers"),
         (
             "quickstart_grpo",

@@ -12,7 +12,7 @@ import pytest
 
 from automodel_cli.config import fix_syntax
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.diagnostics import Problem
 from automodel_cli.config.errors import ConfigError
 from tests.pasted import Watch

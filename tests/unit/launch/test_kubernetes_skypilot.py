@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from automodel_cli.cli.main import run
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from tests.e2e.command import environment, metrics, write_config
 from tests.errors import assert_error
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import RunError
 from automodel_cli.launch import environment, process_startup
 from automodel_cli.models.attention import kernel_selection

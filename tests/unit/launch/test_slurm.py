@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.launch import peer_failure
 from automodel_cli.launch.slurm import Job
 from automodel_cli.launch.slurm_script import setup_block

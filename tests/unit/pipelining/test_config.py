@@ -7,7 +7,7 @@ import re
 import pytest
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import alternatives
 from automodel_cli.pipelining.error_keys import respell

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from automodel_cli.cli.common import load_recipe
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.data.batch import Pictures
 from automodel_cli.distributed.config import FSDP2Config
 from automodel_cli.distributed.mesh_config import Layout

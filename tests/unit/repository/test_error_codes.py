@@ -13,7 +13,7 @@ import click
 import pytest
 
 from automodel_cli.cli.main import render
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.diagnostics import Origin, Problem, as_error
 from automodel_cli.config.error_codes import ALL_CODES, CODES, ROW_CODES
 from automodel_cli.config.errors import ConfigError, DataError, RunError

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.composition.compose import compose
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.data.batch import IGNORE_INDEX, Batch, one_document
 from automodel_cli.data.head_output import HeadOutput
 from automodel_cli.rollout.rewards.base import RewardInput

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.cli.common import load_recipe
-from automodel_cli.config.trust import NOTHING
+from automodel_cli.config.security.trust import NOTHING
 from scripts import calibrate, gpu_suite, gpu_suite_runs
 
 COMPARISONS = gpu_suite_runs.COMPARISONS

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from automodel_cli.cli.main import cli
-from automodel_cli.config import bundled_recipes
+from automodel_cli.config.composition import bundled_recipes
 from tests.pages import PAGES, ROOT, commands
 
 REFERENCE = [ROOT / "docs" / "config.md", *sorted((ROOT / "docs" / "config").glob("*.md"))]

@@ -46,9 +46,9 @@ def _wrapped(*names: str) -> list[Called]:
 
 
 CALLED = [
-    Called("bitsandbytes", "quantize_4bit", "automodel_cli/models/nf4.py", "quantize_4bit"),
-    Called("bitsandbytes", "dequantize_4bit", "automodel_cli/models/nf4.py", "dequantize_4bit"),
-    Called("bitsandbytes", "matmul_4bit", "automodel_cli/models/nf4.py", "matmul_4bit"),
+    Called("bitsandbytes", "quantize_4bit", "automodel_cli/models/precision/nf4.py", "quantize_4bit"),
+    Called("bitsandbytes", "dequantize_4bit", "automodel_cli/models/precision/nf4.py", "dequantize_4bit"),
+    Called("bitsandbytes", "matmul_4bit", "automodel_cli/models/precision/nf4.py", "matmul_4bit"),
     Called("bitsandbytes", "AdamW8bit.__init__", "automodel_cli/training/optimizers/nodes.py", "kind"),
     Called("torchao", "AdamW8bit.__init__", "automodel_cli/training/optimizers/nodes.py", "kind"),
     Called("torchao", "_AdamBase._new_buffer", f"{OPTIMIZERS}/torchao_adamw.py", "self._new_buffer"),

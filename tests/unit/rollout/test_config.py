@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError
 from tests.errors import raises
 

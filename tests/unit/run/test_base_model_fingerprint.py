@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import RunError
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.run.base_model_fingerprint import base_model_fingerprint, check_base_model_unchanged
 from tests import tiny

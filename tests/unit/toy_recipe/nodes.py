@@ -18,7 +18,7 @@ from automodel_cli.launch import signals as launch_signals
 from automodel_cli.run.config_root import ConfigRoot
 
 if TYPE_CHECKING:
-    from automodel_cli.config.compose import Composed
+    from automodel_cli.config.composition.compose import Composed
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
-from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.security import trust
 from automodel_cli.config.value_checks import check_choice
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.compile_modes import AUTO

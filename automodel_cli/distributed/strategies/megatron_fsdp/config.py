@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.security import trust
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import BuiltInStrategy, MemoryTraits

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from automodel_cli.config import trust
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.config.security import trust
 from automodel_cli.config.value_checks import check_minimums, check_range
 from automodel_cli.launch.generation_servers import GenerationServers
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from automodel_cli.config.errors import RunError
-from automodel_cli.config.safe_files import open_own
+from automodel_cli.config.security.safe_files import open_own
 from automodel_cli.launch.environment import of_user
 from automodel_cli.rollout.http import Server
 

@@ -10,9 +10,9 @@ import pytest
 
 from automodel_cli.cli import completion_values
 from automodel_cli.cli.main import run
-from automodel_cli.config import bundled_recipes
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition import bundled_recipes
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.importer_registry import TABLES, recognise

@@ -11,17 +11,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.models import lora, lora_merge
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights, trained_values
 from automodel_cli.models.checkpoint_io.export_check import Agreement, Precision, measure_export_error
 from automodel_cli.models.checkpoint_io.export_values import PictureDocument, Unfinished
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
-from automodel_cli.models.layerwise_casting import Cast, cast_layers, largest_forward
+from automodel_cli.models.lora import adapters as lora
+from automodel_cli.models.lora import merge as lora_merge
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
-from automodel_cli.models.stochastic_rounding import moved_within_ulp
+from automodel_cli.models.precision.layerwise_casting import Cast, cast_layers, largest_forward
+from automodel_cli.models.precision.stochastic_rounding import moved_within_ulp
 from automodel_cli.models.vision.processor import FamilyProcessor
 from automodel_cli.pipelining.cut.cut_stage import cut_stage
 from automodel_cli.pipelining.cut.split_check import check_split

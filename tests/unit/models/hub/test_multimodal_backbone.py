@@ -14,8 +14,8 @@ from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.lora.export import save_adapters
 from automodel_cli.models.lora_config import LoRAConfig
-from automodel_cli.models.lora_export import save_adapters
 from automodel_cli.models.model_part import ModelPart
 from tests.composites import KINDS, repository, tensors
 from tests.exports import verify_export

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.objectives.advantages import group_advantages
 from automodel_cli.rollout.advantages import own
 from automodel_cli.rollout.advantages.base import FunctionEstimator, RewardedSamples

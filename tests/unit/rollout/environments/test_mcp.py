@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.rollout.environments.mcp import MCPTools
 from automodel_cli.rollout.environments.pool import EnvironmentPool, Failure
 from automodel_cli.rollout.types import Account

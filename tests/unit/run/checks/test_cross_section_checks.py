@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.config import FSDP2Config

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.preparation.dataloader import BatchLoader

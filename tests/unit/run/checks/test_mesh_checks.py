@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.mesh_config import MeshConfig
 from tests import tiny

@@ -14,9 +14,9 @@ import pytest
 
 from automodel_cli.config import fix_syntax
 from automodel_cli.config.check import check_config
-from automodel_cli.config.compose import compose
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.trust import Trust
+from automodel_cli.config.security.trust import Trust
 from automodel_cli.launch.generation_servers import ADDRESSES, GenerationServers
 from automodel_cli.launch.slurm_servers import RolloutNodes
 from automodel_cli.rollout.engines.servers import server_launcher as own_servers

@@ -1,0 +1,1 @@
+"""YAML files, overrides and Hydra groups to one tree."""

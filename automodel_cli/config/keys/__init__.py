@@ -1,0 +1,1 @@
+"""The reference of all keys, and suggestions for unknown ones."""

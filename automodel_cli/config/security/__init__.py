@@ -1,0 +1,1 @@
+"""Which classes, files and secrets a config may reach."""

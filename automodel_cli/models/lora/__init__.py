@@ -1,0 +1,1 @@
+"""Low-rank adapters: where they are placed, computed, loaded and exported."""

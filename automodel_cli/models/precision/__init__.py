@@ -1,0 +1,1 @@
+"""Weights and products in other precisions than the model's own."""

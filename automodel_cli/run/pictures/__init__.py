@@ -1,0 +1,1 @@
+"""Pictures in a run: answers before and after, and accuracy."""
