@@ -53,6 +53,8 @@ def _header_rows(session: Trainer) -> list[tuple[str, str]]:
     steps = f"{session.num_steps}{_epochs(session)}, by {recipe.train.limit(session.loader.steps_per_epoch)}"
     ranks = f"{_plural(dist.get_world_size(), 'rank')} on {session.mesh.device.type}"
     begin = f", from step {session.first_step}" if session.first_step else ""
+    if not begin and session.source.run_dir is not None:  # `automodel resume` of a run that stopped early
+        begin = ", from the start, because the run has no checkpoint"
     return [
         ("automodel", f"{__version__}   run {session.run_dir}"),
         (

@@ -125,6 +125,17 @@ def test_a_killed_run_goes_on_bitwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    killed = start(tmp_path, "finetune", "llm", "-c", "tiny.yaml", "train.max_steps=28", "checkpoint.every=1000")
+    kill_after_step(killed, tmp_path / "runs/tiny", 2)
+    resumed = automodel(tmp_path, "resume", "runs/tiny", "train.max_steps=4")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "from the start, because the run has no checkpoint" in resumed.stdout
+    assert len(curve(tmp_path / "runs/tiny")) == 4
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_layout(whole: Path, tmp_path: Path) -> None:
     """Ten steps on one rank and ten over two pipeline stages, and the other way round: the curve of one process."""
     layouts = [[], ["mesh.pp_size=2", "pipeline=1f1b"]]
