@@ -19,7 +19,8 @@ from automodel_cli.parity.cases import Case
 from automodel_cli.parity.compare import build_parity_stages
 from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
-from automodel_cli.training.optimizers.nodes import AdamW, build_optimizer
+from automodel_cli.training.optimizers.build import build_optimizer
+from automodel_cli.training.optimizers.nodes import AdamW
 from automodel_cli.training.optimizers.rate_groups import ParamGroup
 from automodel_cli.training.step import train_step
 from tests import tiny
