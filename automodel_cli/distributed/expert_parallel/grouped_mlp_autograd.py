@@ -168,8 +168,7 @@ class Multiply(Function):
                 weight_grads_arriving = rows.back(grad_weight_N)
             # 4. Weight gradients.
             pairs = (rows_ND, grad_inner_NF), (weighted_NI, grad_ND)
-            # Per expert: dW1 = rows^T grad_inner (D, F), and dW2 = (w * gated)^T dy (I, D). The weight w is in
-            # `weighted_NI`, because `grad_ND` is the gradient of the weighted sum.
+            # Per expert: dW1 = rows^T grad_inner (D, F), and dW2 = (w * gated)^T dy (I, D). `weighted_NI` contains w.
             weight_grads = _weight_gradients(experts, rows, pairs, wants, ctx.main_grads)
             param_grads = [call.of_weight(*of) for of in zip(weight_grads, (first, second), strict=True)]
             if is_of_NL is not None:
@@ -180,8 +179,7 @@ class Multiply(Function):
                 param_grads += _adapter_gradients(pairs, inner, adapters, ends_L, call.scale, matrices[0].shape[1])
             else:
                 param_grads += [None] * len(adapters)
-            # 5. A token's gradient is the sum over its K pairs. place_P has the row of each pair in the received
-            # gradients. `embedding_bag` gathers and sums in one kernel.
+            # 5. Sum over a token's K pairs. place_P has the row of each pair. `embedding_bag` gathers and sums at once.
             place_TK = routes.place_P.view_as(weight_TK)
             grad_TD = embedding_bag(place_TK, token_grads_arriving(), mode="sum") if wants_tokens else None
             grad_weight_TK = (
