@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.mesh_config import Layout
-from automodel_cli.dryrun.counts import Counts, Work
+from automodel_cli.dryrun.fake_device.counts import Counts, Work
 from automodel_cli.dryrun.microbatch_count import alive
 from automodel_cli.dryrun.model_flops import model_flops_per_token
 from automodel_cli.dryrun.rank_state import RankTrace, StepTimes

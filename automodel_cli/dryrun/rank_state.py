@@ -12,13 +12,13 @@ from torch import nn
 
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.typed_torch import set_attributes
-from automodel_cli.dryrun import torch_compat
-from automodel_cli.dryrun.collectives import Collectives
-from automodel_cli.dryrun.dispatch_mode import TracedRank
-from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
-from automodel_cli.dryrun.strategies import Strategies
+from automodel_cli.dryrun.fake_device import torch_compat
+from automodel_cli.dryrun.fake_device.collectives import Collectives
+from automodel_cli.dryrun.fake_device.dispatch_mode import TracedRank
+from automodel_cli.dryrun.fake_device.memory import MemoryTracker, owned_tensors
+from automodel_cli.dryrun.fake_device.strategies import Strategies
+from automodel_cli.dryrun.fake_device.torch_compat import FakeTensorMode
 from automodel_cli.dryrun.synthetic_batches import Columns, as_batches
-from automodel_cli.dryrun.torch_compat import FakeTensorMode
 from automodel_cli.dryrun.types import TraceRequest
 from automodel_cli.models.model_part import model_parts
 from automodel_cli.pipelining.torch_runtime.runtime_compat import Runtime

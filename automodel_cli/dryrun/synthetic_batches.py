@@ -12,8 +12,8 @@ from torch import Tensor
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, Batch, Pictures
 from automodel_cli.dryrun import synthetic_pictures
+from automodel_cli.dryrun.fake_device.torch_compat import unset_fake_temporarily
 from automodel_cli.dryrun.synthetic_pictures import Document, PictureColumns, Size
-from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
 from automodel_cli.dryrun.types import TraceRequest
 from automodel_cli.models.hub.source import hf_config
 from automodel_cli.models.vision.processor import FamilyProcessor

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from types import CodeType, TracebackType
 
-from automodel_cli.dryrun.torch_compat import LIMITS_OF_FAKES, is_of_cuda_build
+from automodel_cli.dryrun.fake_device.torch_compat import LIMITS_OF_FAKES, is_of_cuda_build
 
 _HERE = str(Path(__file__).parent)
 _PASSES_ON = "__torch_dispatch__"

@@ -18,14 +18,15 @@ from automodel_cli.distributed.fusion import compiled_regions
 from automodel_cli.distributed.fusion.region_kernels import as_one
 from automodel_cli.distributed.mesh import Mesh, build_mesh
 from automodel_cli.distributed.typed_torch import set_attributes
-from automodel_cli.dryrun import fake_cuda, fake_tensor_compat, flex, sdpa, synthetic_batches, torch_compat
-from automodel_cli.dryrun.counts import Work
-from automodel_cli.dryrun.fake_cuda import CUDA
+from automodel_cli.dryrun import synthetic_batches
+from automodel_cli.dryrun.fake_device import fake_cuda, fake_tensor_compat, flex, sdpa, torch_compat
+from automodel_cli.dryrun.fake_device.counts import Work
+from automodel_cli.dryrun.fake_device.fake_cuda import CUDA
+from automodel_cli.dryrun.fake_device.strategies import Strategies
+from automodel_cli.dryrun.fake_device.torch_compat import FakeTensorMode
 from automodel_cli.dryrun.microbatch_count import number_to_run, smallest
 from automodel_cli.dryrun.rank_result import result_of
 from automodel_cli.dryrun.rank_state import RankTrace, StepTimes
-from automodel_cli.dryrun.strategies import Strategies
-from automodel_cli.dryrun.torch_compat import FakeTensorMode
 from automodel_cli.dryrun.types import GIB, RankResult, TraceRequest
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.attention import flex as attention_flex

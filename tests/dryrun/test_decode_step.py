@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from automodel_cli.dryrun import fake_cuda, fake_tensor_compat
-from automodel_cli.dryrun.collectives import Collectives
-from automodel_cli.dryrun.dispatch_mode import TracedRank
-from automodel_cli.dryrun.fake_cuda import CUDA
-from automodel_cli.dryrun.memory import MemoryTracker
+from automodel_cli.dryrun.fake_device import fake_cuda, fake_tensor_compat
+from automodel_cli.dryrun.fake_device.collectives import Collectives
+from automodel_cli.dryrun.fake_device.dispatch_mode import TracedRank
+from automodel_cli.dryrun.fake_device.fake_cuda import CUDA
+from automodel_cli.dryrun.fake_device.memory import MemoryTracker
 from automodel_cli.dryrun.trace_rank import _materialise
 from automodel_cli.models.attention.packed import packed_attention, register_packed_attention
 from automodel_cli.models.lm_head.detection import detect_head

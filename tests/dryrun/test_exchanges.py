@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from automodel_cli.dryrun.collectives import Collectives
+from automodel_cli.dryrun.fake_device.collectives import Collectives
 from automodel_cli.dryrun.trace_rank import trace
 from automodel_cli.dryrun.types import TraceRequest
 from automodel_cli.dryrun.worker import load

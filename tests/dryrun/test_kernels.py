@@ -14,9 +14,9 @@ from torch.nn.functional import ScalingType, scaled_grouped_mm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_cli.distributed.tensors import tensors_in
-from automodel_cli.dryrun import fake_tensor_compat
-from automodel_cli.dryrun.collectives import Collectives
-from automodel_cli.dryrun.fake_cuda import CUDA
+from automodel_cli.dryrun.fake_device import fake_tensor_compat
+from automodel_cli.dryrun.fake_device.collectives import Collectives
+from automodel_cli.dryrun.fake_device.fake_cuda import CUDA
 from automodel_cli.planning import cost_model, hardware
 from automodel_cli.planning.cost_model import OperatorCall
 from automodel_cli.planning.efficiency import Efficiency

@@ -22,7 +22,7 @@ from torch.nn.functional import grouped_mm
 from automodel_cli.distributed.expert_parallel import permute, topk_router
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.expert_parallel.router_detection import routers_in
-from automodel_cli.dryrun.dispatch_mode import TracedRank
+from automodel_cli.dryrun.fake_device.dispatch_mode import TracedRank
 from automodel_cli.dryrun.trace_rank import trace
 from automodel_cli.dryrun.types import TraceRequest
 from automodel_cli.dryrun.worker import load

@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from automodel_cli.dryrun import torch_compat
-from automodel_cli.dryrun.memory import MemoryTracker, owned_tensors
+from automodel_cli.dryrun.fake_device import torch_compat
+from automodel_cli.dryrun.fake_device.memory import MemoryTracker, owned_tensors
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import ModelConfig
 from tests.tiny import tiny_fields

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_cli.dryrun import fake_cuda, fake_tensor_compat
-from automodel_cli.dryrun.collectives import Collectives
-from automodel_cli.dryrun.dispatch_mode import TracedRank
-from automodel_cli.dryrun.fake_cuda import CUDA
-from automodel_cli.dryrun.memory import MemoryTracker
+from automodel_cli.dryrun.fake_device import fake_cuda, fake_tensor_compat
+from automodel_cli.dryrun.fake_device.collectives import Collectives
+from automodel_cli.dryrun.fake_device.dispatch_mode import TracedRank
+from automodel_cli.dryrun.fake_device.fake_cuda import CUDA
+from automodel_cli.dryrun.fake_device.memory import MemoryTracker
 from automodel_cli.planning.hardware import GPUS, Links
 from automodel_cli.planning.simulated_clock import Clock
 from tests.dist.harness import launch

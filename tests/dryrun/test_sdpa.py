@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_cli.dryrun.sdpa import kernel
+from automodel_cli.dryrun.fake_device.sdpa import kernel
 from automodel_cli.dryrun.types import RankResult, TraceRequest
 from tests.dryrun.test_tiny import _BF16, _LAYERS, _PLAIN
 from tests.dryrun.traces import trace_in_fork

@@ -18,10 +18,11 @@ from torch import nn
 
 from automodel_cli.config.errors import ConfigError, RunError
 from automodel_cli.distributed.mesh_config import Layout
-from automodel_cli.dryrun import command, fake_cuda
+from automodel_cli.dryrun import command
 from automodel_cli.dryrun.command import distinct_ranks, trace_config
-from automodel_cli.dryrun.ddp import FakeDDP
 from automodel_cli.dryrun.estimate import Estimate, estimate
+from automodel_cli.dryrun.fake_device import fake_cuda
+from automodel_cli.dryrun.fake_device.ddp import FakeDDP
 from automodel_cli.dryrun.microbatch_count import number_to_run
 from automodel_cli.dryrun.suggestions import try_changes
 from automodel_cli.dryrun.synthetic_batches import DocumentLengths, microbatches

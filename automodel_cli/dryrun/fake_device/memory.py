@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.distributed.tensors import tensors_in
-from automodel_cli.dryrun import torch_compat
+from automodel_cli.dryrun.fake_device import torch_compat
 
 _LOOK_AGAIN = 1.002
 """How far the sum must have risen before it is looked at again what it is made of: a look costs."""

@@ -14,8 +14,8 @@ from automodel_cli.distributed.strategies.megatron_fsdp import sharding
 from automodel_cli.distributed.strategies.megatron_fsdp.compat import held_tensors
 from automodel_cli.distributed.strategies.megatron_fsdp.handle import MegatronPart
 from automodel_cli.distributed.typed_torch import set_attributes
-from automodel_cli.dryrun import torch_compat
-from automodel_cli.dryrun.ddp import FakeDDP
+from automodel_cli.dryrun.fake_device import torch_compat
+from automodel_cli.dryrun.fake_device.ddp import FakeDDP
 from automodel_cli.planning.simulated_clock import Clock
 
 

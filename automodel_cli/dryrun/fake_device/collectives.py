@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from automodel_cli.distributed.context_parallel import RankGroup
 from automodel_cli.distributed.expert_parallel.token_dispatcher import Arriving
 from automodel_cli.distributed.tensors import tensors_in
-from automodel_cli.dryrun import concrete_integers, torch_compat
-from automodel_cli.dryrun.concrete_integers import Twins
-from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
+from automodel_cli.dryrun.fake_device import concrete_integers, torch_compat
+from automodel_cli.dryrun.fake_device.concrete_integers import Twins
+from automodel_cli.dryrun.fake_device.torch_compat import unset_fake_temporarily
 from automodel_cli.planning.cost_model import OperatorCall
 from automodel_cli.planning.hardware import Links
 from automodel_cli.planning.simulated_clock import Clock

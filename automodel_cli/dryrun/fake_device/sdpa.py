@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from automodel_cli.dryrun.torch_compat import FakeTensor
+from automodel_cli.dryrun.fake_device.torch_compat import FakeTensor
 
 _aten = torch.ops.aten
 _WIDEST_FLASH = 256

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from automodel_cli.distributed.typed_torch import Ctx, Function
-from automodel_cli.dryrun.torch_compat import unset_fake_temporarily
+from automodel_cli.dryrun.fake_device.torch_compat import unset_fake_temporarily
 from automodel_cli.models.attention.flex import Attend
 from automodel_cli.models.attention.flex_visibility import Visible
 

@@ -14,13 +14,13 @@ from automodel_cli.distributed.expert_parallel import topk_router  # noqa: F401 
 from automodel_cli.distributed.tensors import tensors_in
 from automodel_cli.distributed.torch_compat import OpOverload
 from automodel_cli.distributed.typed_torch import TorchDispatchMode, set_attributes
-from automodel_cli.dryrun import concrete_integers, torch_compat
-from automodel_cli.dryrun.collectives import Collectives
-from automodel_cli.dryrun.concrete_integers import Twins
-from automodel_cli.dryrun.counts import Counts
-from automodel_cli.dryrun.fake_cuda import CUDA
-from automodel_cli.dryrun.memory import MemoryTracker, code_line
-from automodel_cli.dryrun.torch_compat import FakeTensor, is_cuda, unset_fake_temporarily
+from automodel_cli.dryrun.fake_device import concrete_integers, torch_compat
+from automodel_cli.dryrun.fake_device.collectives import Collectives
+from automodel_cli.dryrun.fake_device.concrete_integers import Twins
+from automodel_cli.dryrun.fake_device.counts import Counts
+from automodel_cli.dryrun.fake_device.fake_cuda import CUDA
+from automodel_cli.dryrun.fake_device.memory import MemoryTracker, code_line
+from automodel_cli.dryrun.fake_device.torch_compat import FakeTensor, is_cuda, unset_fake_temporarily
 from automodel_cli.planning import cost_model, hardware
 from automodel_cli.planning.cost_model import OperatorCall
 from automodel_cli.planning.hardware import Gpu

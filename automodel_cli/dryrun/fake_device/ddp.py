@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automodel_cli.dryrun import torch_compat
+from automodel_cli.dryrun.fake_device import torch_compat
 from automodel_cli.planning.simulated_clock import Clock
 
 _FIRST_MIB, _OTHERS_MIB = 1.0, 25.0

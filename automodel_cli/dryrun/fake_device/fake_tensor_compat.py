@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 from automodel_cli.distributed.typed_torch import set_attributes
-from automodel_cli.dryrun.torch_compat import fake_mode_is_on
+from automodel_cli.dryrun.fake_device.torch_compat import fake_mode_is_on
 
 _LIBRARY = torch.library.Library("c10d", "IMPL")
 _ATEN = torch.library.Library("aten", "IMPL")
