@@ -242,8 +242,8 @@ def test_megatron_fsdp_gathers_each_layer_for_each_pass_and_reduces_each_microba
 def test_gradients_are_put_into_the_buckets_that_torch_would_put_them_into(limit: float | None) -> None:
     sizes = [2000 * n for n in (1, 700, 30, 3000, 2, 900, 500, 2500, 40)]
     module = nn.ParameterList([nn.Parameter(torch.empty(n, device="meta")) for n in sizes])
-    options = {"bucket_cap_mb": limit, "static_graph": False}
-    wrapped = FakeDDP(module, clock=Clock(), process_group=None, **options)
+    settings = {"bucket_cap_mb": limit, "static_graph": False, "gradient_as_bucket_view": True}
+    wrapped = FakeDDP(module, clock=Clock(), process_group=None, broadcast_buffers=False, **settings)
     wrapped._make_buckets()
     limits = [1 << 20, 25 << 20] if limit is None else [int(limit * 2**20)] * 2
     arriving = list(reversed(list(module)))
