@@ -15,7 +15,7 @@ from automodel_cli.config.check import check_config
 from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import RunError
 from automodel_cli.launch import environment, process_startup
-from automodel_cli.models.attention import kernel_selection
+from automodel_cli.models.attention import host_groups, kernel_selection
 from automodel_cli.models.attention import kernels as attention_kernels
 from automodel_cli.models.attention import packed as attention_packed
 from automodel_cli.models.attention.ring_calls import Setting
@@ -124,7 +124,7 @@ def test_why_a_flash_kernel_does_not_take_a_layer(dtype, width, softcap, reason)
 
 def test_dense_attention_on_a_device_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """On the meta device, which is no CPU."""
-    attention_packed._warned_dense.clear()
+    host_groups._warned_dense.clear()
     x = torch.zeros(1, 2, 8, 16, device="meta")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -139,7 +139,7 @@ def test_dense_attention_on_a_device_is_said_once(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_the_warning_of_dense_attention_says_what_is_kept(caplog, dtype, with_sink: bool, softcap) -> None:
     kernel_selection.choose_kernel("dense" if softcap is None else "auto", torch.device("cpu"))
-    attention_packed._warned_dense.clear()
+    host_groups._warned_dense.clear()
     query, key, value = (torch.randn(1, heads, 512, 16, dtype=dtype).requires_grad_() for heads in (4, 2, 2))
     sink = torch.randn(4, dtype=dtype) if with_sink else None
     kept: dict[int, int] = {}
@@ -156,7 +156,7 @@ def test_the_warning_of_dense_attention_says_what_is_kept(caplog, dtype, with_si
         )
     kernel_selection.choose_kernel("auto", torch.device("cpu"))
     setting = Setting(0.25, None, softcap, "dense")
-    said = attention_packed._cost(query, setting, HostDocuments((0, 256, 512)), None)
+    said = host_groups.dense_cost(query, setting, HostDocuments((0, 256, 512)), None)
     assert out.requires_grad and said == pytest.approx(sum(kept.values()), rel=0.01)
     assert [f"saves {said / 2**20:.3g} MiB" in record.getMessage() for record in caplog.records] == [True] * (
         softcap is not None
