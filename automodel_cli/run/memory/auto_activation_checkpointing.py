@@ -55,6 +55,7 @@ def decided_together(recipe: Recipe, mesh: Mesh) -> tuple[Recipe, str | None]:
     import torch
     import torch.distributed as dist
 
+    from automodel_cli.planning.activation_checkpointing import CheckpointingChoice
     from automodel_cli.training.metrics.peak_memory import max_over_ranks
 
     memory = None
