@@ -9,6 +9,7 @@ from __future__ import annotations
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.typed_torch import set_attributes
 from automodel_cli.models.lora import adapters as lora
+from automodel_cli.models.lora import experts as expert_lora
 from automodel_cli.models.lora import fused as lora_fused
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
@@ -31,6 +32,14 @@ def inject(part: ModelPart, config: LoRAConfig, vision: VisionConfig) -> None:
     with front.completed(model.base_model, head) as composite:
         of_text = {name for name, _ in composite.named_modules() if _is_text(front, f"{name}.") and "text" in chosen}
         lora.inject(composite, config, only=outside | of_text)
+        if chosen != {"text"} and expert_lora.adapted(composite):
+            raise ConfigError(
+                "adapters on experts are not supported beside adapters on tower or projector, because their gradients "
+                "have not been compared with peft",
+                code="unsupported_combination",
+                keys=("model.vision", "model.lora.target_modules"),
+                fix="model.vision.tower=frozen model.vision.projector=frozen",
+            )
         lora_fused.fuse_adapters(composite)
         replace_module(model, head_name, composite.get_submodule(front.head_name))
         set_attributes(model, peft_config=composite.peft_config)
