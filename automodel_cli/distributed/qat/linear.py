@@ -41,7 +41,7 @@ from automodel_cli.distributed.qat.settings import FakeQuantization, LowRank
 from automodel_cli.distributed.replicated_sums import sum_gradient
 from automodel_cli.distributed.sharded_linear import linear_over_tp
 from automodel_cli.distributed.tensors import to_local
-from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
+from automodel_cli.distributed.typed_torch import Ctx, Function, modules_of, set_attributes
 
 
 class Quantized(Protocol):
@@ -113,7 +113,7 @@ def convert_to_qat(linear: nn.Linear, quantization: FakeQuantization, shares: Se
 
 def quantized_layers(module: nn.Module) -> Iterator[tuple[str, QATLinear]]:
     """(name, layer) of all of them in `module`."""
-    return ((name, child) for name, child in module.named_modules() if isinstance(child, QATLinear))
+    return modules_of(module, QATLinear)
 
 
 def quantized_experts(module: nn.Module) -> Iterator[tuple[str, Quantized]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from automodel_cli.distributed.tensors import to_local
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.lora.layer import ADAPTER, AdapterLayer
 from automodel_cli.models.lora.targets import is_transposed
@@ -73,9 +74,9 @@ class _DoRA(AdapterLayer):
         if dropped is x:  # also in evaluation
             # `plain` contains the bias, which must not be scaled. The next line adds what the factor took away.
             y: Tensor = factor_O * (plain + update.to(plain.dtype))
-            return y if bias is None else y + (1 - factor_O) * _local(bias)
+            return y if bias is None else y + (1 - factor_O) * to_local(bias)
         of_dropped = base(dropped)
-        of_dropped = of_dropped if bias is None else of_dropped - _local(bias)
+        of_dropped = of_dropped if bias is None else of_dropped - to_local(bias)
         # As in `peft`: only `plain` is computed without dropout.
         z: Tensor = plain + (factor_O - 1) * of_dropped + factor_O * update.to(plain.dtype)
         return z
@@ -91,7 +92,7 @@ class _DoRA(AdapterLayer):
             norm_O = cast("DTensor", squares).redistribute(placements=own.placements).to_local().sqrt()
         else:
             norm_O = transformers_compat.full_tensor(squares).sqrt()
-        factor_O: Tensor = _local(own) / norm_O.to(own.dtype)
+        factor_O: Tensor = to_local(own) / norm_O.to(own.dtype)
         return factor_O
 
 
@@ -101,10 +102,6 @@ def _weight(base: nn.Module) -> Tensor:
     if base.instead is not None:
         return base.instead()
     return base.unloaded() if base.is_unloaded else base.dequantized()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if transformers_compat.is_dtensor(tensor) else tensor
 
 
 @torch.no_grad()
@@ -121,7 +118,7 @@ def _row_squares(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed:
 
     (placement,), mesh = weight.placements, weight.device_mesh
     over_outputs = placement.is_shard(int(transposed))
-    own_OI, own_RI, own_OR = _local(weight), _local(a), _local(b)
+    own_OI, own_RI, own_OR = to_local(weight), to_local(a), to_local(b)
     own_OI = own_OI.t() if transposed else own_OI
     if placement.is_shard() and not over_outputs and not transformers_compat.is_dtensor(a):
         own_RI = a.chunk(mesh.size(), 1)[mesh.get_local_rank()]
