@@ -64,7 +64,7 @@ def reference(kind: str, dtype: torch.dtype = torch.float64, lora: LoRAConfig | 
     """Loss and gradients of one step, by the names of the composite. `lora`: adapters of `peft` on the composite."""
     whole = model_of(kind)
     if lora is not None:
-        settings = peft.LoraConfig(r=lora.rank, lora_alpha=int(lora.alpha), target_modules="all-linear")
+        settings = peft.LoraConfig(r=lora.rank, lora_alpha=int(lora.alpha), target_modules=lora.target_modules)
         peft.inject_adapter_in_model(settings, whole)
         _fill_adapters(whole.named_parameters())
     processor = FamilyProcessor(processor_of(kind), whole.config)

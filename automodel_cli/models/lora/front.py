@@ -37,7 +37,7 @@ def inject(part: ModelPart, config: LoRAConfig, vision: VisionConfig) -> None:
                 "adapters on experts are not supported beside adapters on tower or projector, because their gradients "
                 "have not been compared with peft",
                 code="unsupported_combination",
-                keys=("model.vision", "model.lora.target_modules"),
+                keys=("model.vision", "model.lora.target_parameters"),
                 fix="model.vision.tower=frozen model.vision.projector=frozen",
             )
         lora_fused.fuse_adapters(composite)
