@@ -117,12 +117,12 @@ class TimeEstimate:
         return self.times.actions(self._segments(layers, lowest, is_first=is_first, is_last=is_last, depths=depths))
 
     def _segments(self, layers: range, lowest: int, *, is_first: bool, is_last: bool, depths: int) -> list[Segment]:
-        """`lowest`: lowest decoder layer with a backward."""
+        """`lowest`: lowest decoder layer with a backward, -1 for what runs before the layers."""
         calls, units, times = self.activations.calls, self.units, self.times
         found = []
         if is_first:
             before = times.end((*self.front, *calls[0]), [units.before])
-            found.append(replace(before, has_backward=lowest == 0))
+            found.append(replace(before, has_backward=lowest <= 0))
         for place, i in enumerate(layers):
             found.append(replace(self._layer(place, i), has_backward=i >= lowest))
         num_depths = units.num_depths if depths == 1 else 0

@@ -29,7 +29,8 @@ def diagonal(shift: int) -> list[Case]:
 
 
 def test_every_schedule_on_two_ranks():
-    check(2, diagonal(0))
+    behind_the_embedding_alone = Case("1F1B", kind="empty")
+    check(2, [*diagonal(0), behind_the_embedding_alone])
 
 
 @pytest.mark.slow

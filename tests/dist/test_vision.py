@@ -55,6 +55,11 @@ def test_tokens_and_layers_with_pictures_on_two_ranks():
 
 
 @pytest.mark.slow
+def test_gradients_reach_the_tower_through_stages_of_a_frozen_text_model():
+    _check("llava", 2, {"pp": replace(TWO["pp"], text_is_frozen=True)})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "llava", "qwen3_vl_moe", "qwen2_5_vl", "glm4v_moe", "gemma3"])
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two ranks", "four ranks"])
 def test_all_layouts_give_the_numbers_of_one_process(kind: str, world: int, cases: dict[str, Case]):

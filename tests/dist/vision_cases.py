@@ -46,6 +46,7 @@ class Case:
     pipeline: PipelineConfig | None = None
     lora: LoRAConfig | None = None
     """Adapters on tower, projector and text model."""
+    text_is_frozen: bool = False
 
 
 def microbatches(processor: FamilyProcessor, multiple_of: int) -> list[Batch]:
@@ -60,13 +61,20 @@ def microbatches(processor: FamilyProcessor, multiple_of: int) -> list[Batch]:
     return batches
 
 
-def reference(kind: str, dtype: torch.dtype = torch.float64, lora: LoRAConfig | None = None) -> Reference:
-    """Loss and gradients of one step, by the names of the composite. `lora`: adapters of `peft` on the composite."""
+def reference(kind: str, dtype: torch.dtype = torch.float64, case: Case | None = None) -> Reference:
+    """Loss and gradients of one step, by the names of the composite.
+
+    Of `case`, only what is trained counts: its adapters are those of `peft` on the composite.
+    """
     whole = model_of(kind)
-    if lora is not None:
+    if case is not None and case.lora is not None:
+        lora = case.lora
         settings = peft.LoraConfig(r=lora.rank, lora_alpha=int(lora.alpha), target_modules=lora.target_modules)
         peft.inject_adapter_in_model(settings, whole)
         _fill_adapters(whole.named_parameters())
+    if case is not None and case.text_is_frozen:
+        whole.base_model.language_model.requires_grad_(False)
+        whole.get_output_embeddings().requires_grad_(False)
     processor = FamilyProcessor(processor_of(kind), whole.config)
     whole.set_experts_implementation("eager")
     whole = whole.to(dtype)
@@ -107,11 +115,10 @@ def _composite_name(name: str, part: ModelPart) -> str:
 def compare(
     rank: int, world: int, kind: str, cases: Sequence[Case], sabotage: Callable[[], None] | None = None
 ) -> list[Errors]:
-    """Run one step of each case on these ranks. The list of rank 0 is the verdict. All cases have the same adapters."""
+    """Run one step of each case on these ranks. Rank 0 returns the verdict. All cases train the same parameters."""
     register_packed_attention()
-    lora = cases[0].lora
-    exact = reference(kind, lora=lora)
-    expected = replace(exact, rounding=exact.error_of(reference(kind, torch.float32, lora)))
+    exact = reference(kind, case=cases[0])
+    expected = replace(exact, rounding=exact.error_of(reference(kind, torch.float32, cases[0])))
     if sabotage is not None:
         sabotage()
     return [_errors(kind, case, expected, world) for case in cases]
@@ -124,6 +131,8 @@ def _errors(kind: str, case: Case, expected: Reference, world: int) -> Errors:
     if case.lora is not None:
         lora_front.inject(part, case.lora, VisionConfig(tower="adapters", projector="adapters"))
         _fill_adapters((_composite_name(name, part), param) for name, param in part.named_parameters())
+    if case.text_is_frozen:
+        part.model.requires_grad_(False)
     mesh = build_mesh(case.mesh.resolve(world), "cpu")
     # Routers count the padding of sequence parallelism, so their tokens must divide.
     batches = microbatches(processor, 2 if kind.endswith("moe") else 1)

@@ -22,6 +22,23 @@ def training_costs(part: ModelPart, anatomy: ModelStructure, lowest: int) -> tup
     return costs, _cost(after, has_backward=lowest < len(layers))
 
 
+def lowest_with_backward(part: ModelPart, anatomy: ModelStructure) -> int:
+    """Return the lowest decoder layer with a backward: -1 if anything before the layers is trained, their number if
+    only the head is.
+
+    A parameter of unknown place counts as before the layers. Backward then reaches it.
+    """
+    layers = [*part.model.get_submodule(anatomy.layers).children()]
+    before, after = ([part.model.get_submodule(name) for name in names] for names in (anatomy.before, anatomy.after))
+    last = [*after, *([] if part.value_head is None else [part.value_head])]
+    place: dict[nn.Parameter, int] = {}
+    for index, modules in [(-1, before), *((i, [layer]) for i, layer in enumerate(layers)), (len(layers), last)]:
+        for module in modules:
+            for param in module.parameters():
+                place.setdefault(param, index)  # A tied table is read before the layers too.
+    return min((place.get(param, -1) for param in part.parameters() if param.requires_grad), default=len(layers))
+
+
 def _cost(modules: list[nn.Module], *, has_backward: bool) -> float:
     used = sum(used_weights(module) for module in modules)
     trained = sum(used_weights(module, trained_only=True) for module in modules)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.models.freezing import trained_work
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.layer_ranges import (
@@ -17,7 +16,7 @@ from automodel_cli.pipelining.cut.layer_ranges import (
 )
 from automodel_cli.pipelining.cut.layout_string import parse_layout, validate_layout
 from automodel_cli.pipelining.cut.model_structure import ModelStructure, tied_embedding
-from automodel_cli.pipelining.cut.stage_costs import training_costs
+from automodel_cli.pipelining.cut.stage_costs import lowest_with_backward, training_costs
 from automodel_cli.pipelining.schedule.program import Program, Step, forward_only_program
 from automodel_cli.pipelining.schedule.programs import build_program
 from automodel_cli.pipelining.schedule.stage_ranks import stage_owners
@@ -31,7 +30,8 @@ class StagePlan:
         layers: decoder layers of each stage.
         owner: rank of each stage.
         depths: stage with the layers for multi-token prediction, if the model has them.
-        lowest: lowest decoder layer with a backward. The number of layers if only the head is trained.
+        lowest: lowest decoder layer with a backward. -1 if anything before the layers is trained, the number of layers
+            if only the head is.
     """
 
     layers: tuple[range, ...]
@@ -75,7 +75,7 @@ class StagePlan:
 
     def sends_gradients(self, stage: int) -> bool:
         """Return whether a stage computes gradients of its inputs, for trained parameters before it."""
-        return self.splits_backward or self.lowest < self.layers[stage].start
+        return self.splits_backward or self.follows_depths(stage) or self.lowest < self.layers[stage].start
 
     def check(self, num_microbatches: int) -> None:
         """Raise ConfigError if a step cannot have this number of microbatches."""
@@ -124,7 +124,7 @@ def plan_stages(config: PipelineConfig, part: ModelPart, anatomy: ModelStructure
     layers = _layers(config, part, anatomy, pp_size, csv_program)
     _check_first_stage(layers, part, pp_size)
     depths = _stage_of_depths(config, part, anatomy, len(layers))
-    plan = replace(_owned(config, layers, depths, pp_size, csv_program), lowest=trained_work(part, logits=True)[0])
+    plan = replace(_owned(config, layers, depths, pp_size, csv_program), lowest=lowest_with_backward(part, anatomy))
     if depths is not None:
         _check_uses_of_table(plan, part)
     return plan
@@ -275,6 +275,6 @@ def _sizes(
     if count > num_layers:
         even_sizes(count, num_layers)  # Raises the error with its fix.
     # A split backward computes input gradients in every layer behind the first stage.
-    costs, head = training_costs(part, anatomy, 0 if splits_backward else trained_work(part, logits=True)[0])
+    costs, head = training_costs(part, anatomy, 0 if splits_backward else lowest_with_backward(part, anatomy))
     # The head counts for the last stage, so that it gets fewer layers.
     return balanced_sizes(costs, count, head_cost=head)

@@ -90,3 +90,19 @@ def test_a_split_backward_has_input_gradients_in_every_layer_behind_the_first_st
     assert [split.sends_gradients(stage) for stage in range(1, 4)] == [True, True, True]
     assert [whole.lowest_backward(stage) for stage in range(4)] == [6] * 4
     assert [split.lowest_backward(stage) for stage in range(4)] == [6, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (EVERYTHING, [True, True, True]),
+        (Selection(("embed_tokens",)), [False, True, True]),
+        (Selection(("embed_tokens", "layers.[0-3]")), [False, False, True]),
+        (Selection((), ("lm_head",)), [False, False, False]),
+    ],
+)
+def test_gradients_are_sent_to_stages_with_trained_parameters(selection: Selection, expected: list[bool]) -> None:
+    part = build_part(ModelConfig(config=FIELDS))
+    freeze(part, selection)
+    plan = plan_stages(PipelineConfig(layout="E|t*4|t*4|L"), part, check_split(part.model), 4)
+    assert [plan.sends_gradients(stage) for stage in range(1, 4)] == expected
