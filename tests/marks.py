@@ -10,3 +10,8 @@ import pytest
 def slow(*rows: Any) -> list[Any]:
     """Rows that another one of the matrix stands for in the default run."""
     return [pytest.param(row, marks=pytest.mark.slow) for row in rows]
+
+
+def nightly(*rows: Any) -> list[Any]:
+    """Slow rows that another slow one stands for before a merge."""
+    return [pytest.param(row, marks=(pytest.mark.slow, pytest.mark.nightly)) for row in rows]

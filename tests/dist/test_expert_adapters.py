@@ -25,7 +25,7 @@ from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from tests.dist.harness import launch
-from tests.marks import slow
+from tests.marks import nightly, slow
 
 ADAPTERS = LoRAConfig(rank=4, alpha=12.0, target_modules=[], target_parameters="all-experts")
 BOTH = LoRAConfig(rank=8, alpha=12.0, target_parameters="all-experts")
@@ -67,14 +67,14 @@ def _check(original: Original, world: int, rows: dict[str, Case]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt_oss", *slow("qwen3_moe", "deepseek_v3")])
+@pytest.mark.parametrize("family", ["qwen3_moe", *nightly("gpt_oss", "deepseek_v3")])
 def test_every_layout_has_the_gradients_of_one_process(family: str, tmp_path: Path):
     original = _original(tmp_path, family)
     _check(original, 2, {name: row for name, row in ROWS.items() if name not in OF_ONE})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", *nightly("gpt_oss")])
 def test_one_rank_and_four_ranks(family: str, tmp_path: Path):
     original = _original(tmp_path, family)
     _check(original, 1, {name: ROWS[name] for name in OF_ONE})
@@ -105,7 +105,7 @@ def _save(rank: int, world: int, original: Original, row: Case, folder: str) -> 
     lora_export.save_adapters(stages.parts, row.lora, folder, base_model="x", write=rank == 0, pp_group=stages.pp_group)
 
 
-@pytest.mark.parametrize("layout", ["ep2", *slow("pp2", "tp2", "fsdp2")])
+@pytest.mark.parametrize("layout", ["ep2", *slow("tp2"), *nightly("pp2", "fsdp2")])
 def test_the_files_do_not_depend_on_the_layout(layout: str, tmp_path: Path):
     original, row = _original(tmp_path, "qwen3_moe"), ROWS[layout]
     alone = Case(MeshConfig(dp_size=1), lora=row.lora)

@@ -10,7 +10,7 @@ import pytest
 from tests.dist.harness import launch
 from tests.dist.pipeline_cases import FAMILIES, KINDS, SCHEDULES, Case, run_cases, write_csv
 from tests.dist.turns import in_turns
-from tests.marks import slow
+from tests.marks import nightly, slow
 from tests.rounding import tolerance
 
 
@@ -40,7 +40,7 @@ def test_some_schedules_on_four_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *nightly(4)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_matrix(world: int, family: str):
     rows = [Case(s, family, k) for s, k in itertools.product(SCHEDULES, KINDS)]

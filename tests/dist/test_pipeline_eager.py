@@ -20,6 +20,7 @@ from tests.dist.eager_cases import Chunk, Row, forward_step, reference, run_rows
 from tests.dist.harness import launch, launch_all
 from tests.dist.pipeline_cases import Case
 from tests.dist.turns import in_turns
+from tests.marks import nightly
 from tests.rounding import tolerance
 from tests.tiny import gradient_error, gradients
 
@@ -72,7 +73,7 @@ def test_functions_on_four_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *nightly(4)])
 @pytest.mark.parametrize("family", FUNCTION_FAMILIES)
 def test_function_matrix(world: int, family: str):
     kinds, posted = ("packed", "variable", "masked"), (RELEASE, (*ONE_BY_ONE, *RELEASE))

@@ -23,7 +23,7 @@ from automodel_cli.planning.plan import make_plan
 from automodel_cli.run.memory.auto_activation_checkpointing import decided
 from automodel_cli.run.plan_request import plan_request
 from tests.dryrun.traces import trace_in_fork
-from tests.marks import slow
+from tests.marks import nightly, slow
 
 _BYTES = "model.tokenizer={_target_: automodel_cli.models.tokenizer.ByteTokenizer}"
 
@@ -69,22 +69,26 @@ SLOW = [
     Case("llama3_2_1b", 1, 0, waits=1, kernels=2440),
     Case("grpo_moonlight_16b_pp2ep4", 8, 4, waits=27, kernels=4326),
     Case("grpo_qwen3_moe_30b_separate", 16, 0, waits=5, kernels=1264, layers=2, more=_ELSEWHERE),
-    Case("moonlight_16b_pp2ep4", 8, 0, waits=113, kernels=14269, microbatches=8),
-    Case("gpt_oss_pp2ep4", 8, 0, waits=105, kernels=13042, microbatches=8),
     Case("gpt_oss_pp2ep4", 8, 4, waits=89, kernels=11784, microbatches=8),
-    Case("dpo_llama3_8b_pp2", 8, 0, waits=1, kernels=6060, microbatches=8),
     Case("dpo_llama3_8b_pp2", 8, 4, waits=1, kernels=6671, microbatches=8),
 ]
+NIGHTLY = [
+    Case("moonlight_16b_pp2ep4", 8, 0, waits=113, kernels=14269, microbatches=8),
+    Case("gpt_oss_pp2ep4", 8, 0, waits=105, kernels=13042, microbatches=8),
+    Case("dpo_llama3_8b_pp2", 8, 0, waits=1, kernels=6060, microbatches=8),
+]
 PLANNED = [
-    Case("deepseek_v3_pp16_ep64", 1024, 0, microbatches=None),
-    Case("gpt_oss_pp2ep4_seqpack", 8, 4, microbatches=None),
     Case("grpo_gsm8k_qwen3_0_6b", 1, 0),
-    Case("grpo_qwen3_moe_30b_colocated", 32, 0),
-    Case("grpo_smollm2_tools", 1, 0),
     Case("llama3_8b_tp2cp2", 8, 0),
-    Case("qwen3_0_6b", 1, 0),
     Case("qwen3_vl_8b", 8, 0, more=_ROWS),
     Case("qwen3_vl_8b_lora", 1, 0, more=_ROWS),
+]
+PLANNED_NIGHTLY = [
+    Case("deepseek_v3_pp16_ep64", 1024, 0, microbatches=None),
+    Case("gpt_oss_pp2ep4_seqpack", 8, 4, microbatches=None),
+    Case("grpo_qwen3_moe_30b_colocated", 32, 0),
+    Case("grpo_smollm2_tools", 1, 0),
+    Case("qwen3_0_6b", 1, 0),
     Case("qwen3_vl_30b_pp2ep4", 8, 0, microbatches=None, more=_ROWS),
     Case("smollm2_135m", 1, 0),
 ]
@@ -94,7 +98,8 @@ FROZEN = [
     Case("qwen3_moe_30b_ep8", 8, 0, layers=4, more=(*_ONCE_A_STEP, "train.freeze=['*experts*']")),
 ]
 """The embedding and 10 of 16 layers, or all experts."""
-EVERY = [*DEFAULT, *SLOW, *PLANNED]
+COMPARED = [*DEFAULT, *slow(*SLOW, *PLANNED, *FROZEN)]
+EVERY = [*DEFAULT, *SLOW, *NIGHTLY, *PLANNED, *PLANNED_NIGHTLY]
 _NOT_OF_REAL_SIZE = re.compile(
     r"quickstart.*|.*_tiny|sft|dpo|dpo_vlm|grpo|kd|rm|vlm|classifier|embedding|pretrain|gemma3_.*"
 )
@@ -141,13 +146,15 @@ def test_every_bundled_recipe_of_real_size_is_dry_run() -> None:
     }
 
 
-@pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW, *PLANNED, *FROZEN)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*DEFAULT, *slow(*SLOW, *PLANNED, *FROZEN), *nightly(*NIGHTLY, *PLANNED_NIGHTLY)], ids=str
+)
 def test_a_plan_is_within_ten_percent_of_the_peak_of_the_real_step(case: Case) -> None:
     found = traced(case)
     assert found.plan == pytest.approx(found.peak, rel=0.10)
 
 
-@pytest.mark.parametrize("case", slow(*SLOW), ids=str)
+@pytest.mark.parametrize("case", [*slow(*SLOW), *nightly(*NIGHTLY)], ids=str)
 def test_the_step_time_of_a_plan_overlaps_that_of_its_dry_run(case: Case) -> None:
     """Both have the same formulas. A plan's counts are closed forms, within 20% for steps of the config's size."""
     request = TraceRequest(case.recipe, _overrides(case), case.gpus)
@@ -160,7 +167,7 @@ def test_the_step_time_of_a_plan_overlaps_that_of_its_dry_run(case: Case) -> Non
     assert found.throughput.low < planned.throughput.high
 
 
-@pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW)], ids=str)
+@pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW), *nightly(*NIGHTLY)], ids=str)
 def test_a_microbatch_waits_and_launches_no_more_than_it_did(case: Case) -> None:
     found = traced(case)
     assert case.waits is not None and case.kernels is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import automodel, curve, metrics
+from tests.marks import nightly
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +27,8 @@ STEPS = {  # gpt_oss for longer, the others until every parameter has moved
     "qwen3_vl_8b_tiny": 2,
     "qwen3_vl_30b_pp2ep4_tiny": 2,
 }
+BEFORE_A_MERGE = ("gpt_oss_pp2ep4_tiny", "qwen3_vl_30b_pp2ep4_tiny")
+"""Stages and experts, on text and pictures."""
 
 
 def _train(folder: Path, recipe: str, run_name: str, *more: str) -> Path:
@@ -35,7 +38,7 @@ def _train(folder: Path, recipe: str, run_name: str, *more: str) -> Path:
     return folder / "runs" / run_name
 
 
-@pytest.mark.parametrize("recipe", STEPS)
+@pytest.mark.parametrize("recipe", [*BEFORE_A_MERGE, *nightly(*(name for name in STEPS if name not in BEFORE_A_MERGE))])
 def test_8_ranks_train_as_one_process(recipe: str, tmp_path: Path) -> None:
     same = [f"train.max_steps={STEPS[recipe]}", "lr_scheduler=constant"]
     ranks = _train(tmp_path, recipe, "ranks", *same)
@@ -48,6 +51,7 @@ def test_8_ranks_train_as_one_process(recipe: str, tmp_path: Path) -> None:
         assert curve(ranks, "expert_load_max") == pytest.approx(curve(alone, "expert_load_max"), rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_from_experts_and_stages_to_one_process_and_back(tmp_path: Path) -> None:
     """Pipeline 2 x experts 2 x sharded 2, then one process, then experts over 4 ranks: the curve of one process."""
     recipe, constant = "gpt_oss_pp2ep4_tiny", "lr_scheduler=constant"

@@ -53,6 +53,7 @@ def _judged(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_sources_of_the_reference_and_numbers_of_ranks_train_alike(tmp_path: Path):
     _project(tmp_path)
     for variants in (
