@@ -138,8 +138,9 @@ def test_four_axes_on_eight_ranks(originals: Originals):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [4, *nightly(8)])
-@pytest.mark.parametrize("family", [*nightly(*DENSE[:-1]), DENSE[-1]])
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("family", DENSE)
 def test_dense_matrix(originals: Originals, family: str, world: int):
     others = [r for r in rows_of(DENSE_ROWS[world], family) if family != "llama" or r not in PAIRS]
     check(originals[family], others)

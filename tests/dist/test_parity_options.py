@@ -23,7 +23,7 @@ from tests import tiny
 from tests.dist.harness import RankFailure, launch, launch_all
 from tests.dist.parity import FP32, FSDP2, Case, GradientRecorder, compare, step_batches, tiny_part
 from tests.errors import raises
-from tests.marks import slow
+from tests.marks import nightly
 
 EXACT = {
     "checkpointing full": replace(FSDP2, activation_checkpointing="full"),
@@ -77,7 +77,7 @@ def _compiled(rank, world, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "option", ["fsdp2, selective", *slow("fsdp2", "ddp, checkpointing", "fsdp2, fused_ops", "tp, fused_ops")]
+    "option", ["fsdp2, selective", *nightly("fsdp2", "ddp, checkpointing", "fsdp2, fused_ops"), "tp, fused_ops"]
 )
 def test_compiled_layers_give_the_same_numbers(option):
     """By default one; test_verify_rows has whole layers around packed attention, unit/distributed/test_fused the

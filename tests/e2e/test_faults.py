@@ -438,6 +438,7 @@ def test_a_damaged_checkpoint_through_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on_with_it(tmp_path: Path) -> None:
     write_config(tmp_path)
     process = start_cold(tmp_path, "tiny.yaml", "mesh.dp_size=2", "train.max_steps=30", "data.num_workers=1")
