@@ -25,6 +25,8 @@ from tests.dist import mutations
 from tests.dist.harness import launch
 from tests.marks import nightly
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 CLEARLY_WRONG = 1e-4
 DENSE, MOE = ("llama", "qwen3"), ("qwen3_moe", "gpt_oss", "deepseek_v3")
 

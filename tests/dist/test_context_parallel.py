@@ -36,6 +36,8 @@ from tests.dist.harness import launch
 from tests.dist.turns import in_turns
 from tests.marks import nightly, slow
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3")
 ROWS = (  # document lengths of the two rows of each microbatch: no length divides, one is shorter than 2 * cp
     ((5, 9, 8), (15, 7)),

@@ -32,6 +32,8 @@ from tests.marks import slow
 from tests.quantize import to_fp8, to_mxfp4
 from tests.tiny import build_hf, full, tiny_fields, token_row
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 EP2, EP4, PP2_EP2 = MeshConfig(ep_size=2), MeshConfig(ep_size=4), MeshConfig(pp_size=2, ep_size=2)
 

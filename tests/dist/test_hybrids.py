@@ -24,6 +24,8 @@ from tests.dist.harness import launch
 from tests.dist.test_composed import row
 from tests.hybrids import hybrid
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 DENSE, MOE = ("qwen3_5_text", "lfm2"), ("qwen3_5_moe_text", "kimi_linear", "nemotron_h", "granitemoehybrid")
 SPARSE = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "deepseek_v4")  # all with experts
 

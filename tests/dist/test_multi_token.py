@@ -41,6 +41,8 @@ from tests.marks import slow
 from tests.multi_token import ByHand
 from tests.rounding import tolerance
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 # Of single gradients: the definition is in float64, and one process in float32 is off by 7e-7; the sums that tensor
 # parallelism makes in parts by 1.5e-6. Mistakes cost 1e-3 and more.
 WEIGHT = 0.3

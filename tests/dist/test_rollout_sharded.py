@@ -41,6 +41,8 @@ from tests.dist.harness import launch_all
 from tests.hybrids import HYBRIDS, hybrid
 from tests.marks import slow
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 PARAMS = SamplingParams(max_new_tokens=9, temperature=0.8, top_p=0.9)
 STOP = [2, 5, 9, 30, 77]
 COUNTS = (5, 2, 0, 7)  # prompts of each data-parallel rank

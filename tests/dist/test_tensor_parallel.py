@@ -36,6 +36,8 @@ from tests import tiny
 from tests.dist.harness import launch
 from tests.marks import slow
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 NUM_MICROBATCHES = 4
 FP32_ON_BOTH_SIDES = 2e-6  # 1.04e-6 measured: two roundings instead of one
 CLEARLY_WRONG = 1e-3

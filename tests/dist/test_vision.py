@@ -18,6 +18,8 @@ from tests.dist.harness import launch
 from tests.dist.vision_cases import Case, compare
 from tests.marks import nightly
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 SP = FSDP2Config(mp_policy=FP32, sequence_parallel=True)
 RECOMPUTED = FSDP2Config(mp_policy=FP32, activation_checkpointing="full")
 TWO = {

@@ -11,6 +11,8 @@ from automodel_cli.dryrun.types import RankResult, TraceRequest
 from tests.dryrun.test_tiny import _LAYERS, _PLAIN
 from tests.dryrun.traces import trace_in_fork
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 TOKENS, HEADS, WIDTH, LAYERS = 1024, 4, 16, _LAYERS
 GEMMA = (
     *_PLAIN,

@@ -21,6 +21,8 @@ from tests.dryrun.traces import trace_in_fork
 from tests.errors import raises
 from tests.vision import config_of, noise, processor_of
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 KINDS = ("qwen3_vl", "llava")
 
 

@@ -41,6 +41,8 @@ from tests.dryrun.traces import ends_of_steps, failed_in_fork, trace_in_fork
 from tests.e2e.command import automodel
 from tests.errors import assert_error, raises
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 _LAYERS = 2
 _PLAIN = (
     f"model.config.num_hidden_layers={_LAYERS}",

@@ -9,6 +9,8 @@ import pytest
 from tests.e2e.command import automodel, curve, kill_after_step, start
 from tests.e2e.test_grpo import run, same_run, samples_of, write_config
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 DENSE = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,

@@ -27,6 +27,8 @@ from automodel_cli.run.commands.chat import Speaker
 from tests.e2e.command import automodel, cold, environment, metrics, write_config
 from tests.errors import assert_error
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 CHOICES = [
     {"question": "Give the larger of 64 and 29.", "choices": ["64", "29"], "answer": 0},
     {"question": "Say UQ again.", "choices": ["QU", "UQ", "no"], "answer": "UQ"},

@@ -22,6 +22,8 @@ from tests.errors import assert_error
 from tests.marks import nightly
 from tests.vision import repository, rows
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 CONFIG = """
 defaults: [vlm, _self_]
 model: {pretrained: original}

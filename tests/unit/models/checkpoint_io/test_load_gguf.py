@@ -65,6 +65,7 @@ def test_smollm2_from_gguf_to_a_folder_that_loads(tmp_path: Path):
     assert '"TokenizersBackend"' not in (tmp_path / "tokenizer_config.json").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("lora", ["null", "{rank: 8, target_modules: [q_proj, v_proj, lm_head]}"])
 def test_smollm2_trains_in_the_shipped_precision_and_its_export_is_the_trained_model(lora: str, tmp_path: Path):
     """The repository stores bfloat16, which the run also computes in. The head is tied."""
