@@ -44,6 +44,8 @@ from tests.errors import assert_error
 from tests.marks import slow
 from tests.rounding import tolerance
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 CLEARLY_WRONG = 1e-3
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 FAST = ("gpt_oss", "deepseek_v3")  # biased, interleaved, transposed experts; a sigmoid router in groups

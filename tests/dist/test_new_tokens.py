@@ -28,6 +28,8 @@ from tests.marks import slow
 from tests.tiny import packed_batch
 from tests.unit.models.test_new_tokens import PLAIN, SIZE, SPECIAL, model_folder
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 FSDP2 = FSDP2Config(mp_policy=FP32)
 LAYOUTS = {
     "fsdp2": (MeshConfig(), FSDP2),

@@ -21,6 +21,8 @@ from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from tests.dist.harness import launch
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 DP, PP = MeshConfig(dp_size=2), MeshConfig(dp_size=1, pp_size=2)
 ADAPTERS = LoRAConfig(rank=4, alpha=12.0)
 CHOSEN = LoRAConfig(

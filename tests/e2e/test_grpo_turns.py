@@ -11,6 +11,8 @@ from tests.e2e.command import automodel, curve, kill_after_step, metrics, start
 from tests.e2e.test_grpo import run, same_run, samples_of, write_config
 from tests.errors import assert_error
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 STOPS = f"+model.config.eos_token_id={[1, *range(100, 260)]}"  # so many that random weights end their messages
 TOOL = [
     STOPS,

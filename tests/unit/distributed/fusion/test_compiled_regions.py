@@ -26,6 +26,8 @@ from tests import tiny
 from tests.errors import raises
 from tests.marks import slow
 
+pytestmark = pytest.mark.nightly  # its slow tests
+
 CPU = torch.device("cpu")
 
 
