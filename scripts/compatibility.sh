@@ -2,8 +2,7 @@
 # compatibility.sh FOLDER REQUIREMENT...: run the tests that another release of torch or transformers breaks first, in a new
 # environment FOLDER with these requirements, for example torch==2.11.0 transformers==5.17.0. All other packages are those
 # of `python`, found behind its own. Exits with 3 if the requirements cannot be installed. SMOKE_ONLY=1 ends after the
-# smoke tests. Used by .ci/run, the workflow
-# and scripts/new_release.py.
+# smoke tests. Used by .ci/run, the workflow and scripts/new_release.py.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1

@@ -23,7 +23,6 @@ from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from tests.dist import mutations
 from tests.dist.harness import launch
-from tests.marks import nightly
 
 pytestmark = pytest.mark.nightly  # its slow tests
 
@@ -140,7 +139,6 @@ def test_four_axes_on_eight_ranks(originals: Originals):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("family", DENSE)
 def test_dense_matrix(originals: Originals, family: str, world: int):
@@ -149,14 +147,14 @@ def test_dense_matrix(originals: Originals, family: str, world: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [4, *nightly(8)])
-@pytest.mark.parametrize("family", [*MOE[:1], *nightly(*MOE[1:])])
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("family", MOE)
 def test_expert_matrix(originals: Originals, family: str, world: int):
     check(originals[family], rows_of(MOE_ROWS[world], family))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*MOE[:1], *nightly(*MOE[1:])])
+@pytest.mark.parametrize("family", MOE)
 def test_experts_that_are_whole_on_every_rank(originals: Originals, family: str):
     check(originals[family], DENSE_ROWS[4][MOE.index(family) % 2 :: 2])
 

@@ -34,7 +34,7 @@ from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch
 from tests.dist.turns import in_turns
-from tests.marks import nightly, slow
+from tests.marks import slow
 
 pytestmark = pytest.mark.nightly  # its slow tests
 
@@ -190,7 +190,7 @@ def test_flex_attention_on_two_ranks_recomputed_gathered_in_a_ring_and_on_two_st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cp", [*nightly(2), 4])
+@pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_every_size_kind_and_recomputation(packed: bool, cp: int):
     rows = product((True, False), (True, False), FAMILIES)
@@ -216,7 +216,7 @@ UNDER_A_PIPELINE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cases", [UNDER_A_PIPELINE[1:4:2], *nightly(UNDER_A_PIPELINE[5:6], UNDER_A_PIPELINE[:5:2], UNDER_A_PIPELINE[6:])]
+    "cases", [UNDER_A_PIPELINE[1:4:2], *slow(UNDER_A_PIPELINE[5:6], UNDER_A_PIPELINE[:5:2], UNDER_A_PIPELINE[6:])]
 )
 def test_under_a_pipeline(cases: list[Case]):
     """Two schedules with recomputation (`test_composed` has zbv, without); then all the others."""
@@ -224,7 +224,7 @@ def test_under_a_pipeline(cases: list[Case]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["zbv", *nightly("1f1b", "zb_h1", "interleaved_1f1b")])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "interleaved_1f1b"])
 def test_a_ring_under_a_pipeline(schedule: str):
     """Two kinds of point-to-point traffic at a time, and backward passes in two halves."""
     pipeline = PipelineConfig(schedule=schedule)

@@ -358,7 +358,6 @@ def _compiled(rank, world, family):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["deepseek_v3"])
 def test_layers_are_compiled_around_the_experts_and_recomputed_without_another_exchange(family):
     (exchanges, want, none), plain, full, minimal, fused = launch(_compiled, 2, family)

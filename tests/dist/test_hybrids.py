@@ -1,7 +1,7 @@
 """Layers that carry a state from token to token, and sparse and compressed attention, under every parallelism, against
 the library's model in one process.
 
-Loss, gradient norm and every gradient. A few layouts of some families run by default, all of every family at night.
+Loss, gradient norm and every gradient. A few layouts of each family run by default, the rest at night.
 """
 
 from __future__ import annotations
@@ -64,9 +64,6 @@ def _is_right(r: Case, outcome: Errors | Refused) -> bool:
     return outcome.within_rounding()
 
 
-NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
-
-
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [
@@ -76,7 +73,7 @@ NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
         pytest.param("zamba2", ("dp2",), marks=pytest.mark.slow),  # layers that share their weights are one unit
         ("deepseek_v32", ("pp2", "ep2")),
         pytest.param("deepseek_v4", ("ep2",), marks=pytest.mark.slow),  # DeepSeek-V3.2 has sparse attention too
-        *(pytest.param(family, ("",), marks=NIGHTLY) for family in (*DENSE, *MOE, *SPARSE)),
+        *(pytest.param(family, ("",), marks=pytest.mark.slow) for family in (*DENSE, *MOE, *SPARSE)),
     ],
 )
 def test_same_numbers_as_one_process(family: str, layouts: tuple[str, ...], tmp_path: Path):

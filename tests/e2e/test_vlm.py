@@ -19,7 +19,6 @@ from automodel_cli.run.commands.chat import Speaker, load_pictures
 from tests.composites import tensors
 from tests.e2e.command import automodel
 from tests.errors import assert_error
-from tests.marks import nightly
 from tests.vision import repository, rows
 
 pytestmark = pytest.mark.nightly  # its slow tests
@@ -51,7 +50,7 @@ def _train(folder: Path, name: str, *overrides: str) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_vl", *nightly("llava")])
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("llava", marks=pytest.mark.slow)])
 def test_two_ranks_some_without_pictures_train_as_one(kind: str, tmp_path: Path):
     _project(tmp_path, kind)
     one = _train(tmp_path, "one")
@@ -68,7 +67,7 @@ def test_two_ranks_some_without_pictures_train_as_one(kind: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_vl", *nightly("llava", "qwen3_vl_moe", "gemma3")])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llava", "qwen3_vl_moe", "gemma3"])
 def test_layouts_train_and_export_as_one_rank(kind: str, tmp_path: Path):
     _project(tmp_path, kind)
     layouts = {
