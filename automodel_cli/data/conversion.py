@@ -28,8 +28,8 @@ from automodel_cli.data.sources.file_discovery import SUFFIXES
 from automodel_cli.data.sources.sources import Source, TokenSource, open_source
 from automodel_cli.data.storage.cache import cache_root
 from automodel_cli.data.token_files import megatron, nanogpt
+from automodel_cli.data.token_files.detection import INDEX_SUFFIX, SUFFIX
 from automodel_cli.data.token_files.reader import open_token_file
-from automodel_cli.data.token_files.token_file import SUFFIX
 from automodel_cli.data.tokenized import encode_texts
 
 if TYPE_CHECKING:
@@ -87,11 +87,11 @@ def convert(
             done = Converted(*_write_tokens(partial, documents, layout, tokenizer, dtype))
         else:
             done = Converted(_write_rows(partial, target, _rows(opened, tokenizer, column)))
-        for made in (partial.with_suffix(megatron.INDEX_SUFFIX), partial):  # the index first: a `.bin` is complete
+        for made in (partial.with_suffix(INDEX_SUFFIX), partial):  # the index first: a `.bin` is complete
             if made.exists():
-                made.rename(target if made == partial else target.with_suffix(megatron.INDEX_SUFFIX))
+                made.rename(target if made == partial else target.with_suffix(INDEX_SUFFIX))
     except BaseException:
-        for left in (partial, partial.with_suffix(megatron.INDEX_SUFFIX)):
+        for left in (partial, partial.with_suffix(INDEX_SUFFIX)):
             shutil.rmtree(left, ignore_errors=True)
             with suppress(OSError):
                 left.unlink()

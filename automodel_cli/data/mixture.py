@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.source_config import SourceConfig
 
@@ -54,8 +52,8 @@ class Mixture:
         """Whether the shares depend on the step."""
         return len(self.phases) > 1
 
-    def rows_per_epoch(self, num_rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Return the mean number of sequences of each dataset in an epoch, float64 (datasets,).
+    def rows_per_epoch(self, num_rows: Sequence[int], num_tokens: Sequence[int]) -> list[float]:
+        """Return the mean number of sequences of each dataset in an epoch.
 
         With shares, an epoch has as many tokens as all datasets together. The shares are those of the first step.
 
@@ -67,11 +65,10 @@ class Mixture:
             # Example: 100 rows and 300 rows with 100,000 tokens each, shares 0.75 and 0.25. An epoch has 200,000
             # tokens: 150,000 of the first dataset (1,000 tokens per row, 150 rows) and 50,000 of the second (333 per
             # row, 150 rows).
-            means = num_tokens / np.maximum(num_rows, 1)
-            rows: np.ndarray = np.array(self.phases[0][1]) * num_tokens.sum() / np.maximum(means, 1)
-        else:
-            rows = np.array(self.epochs) * num_rows
-        return rows
+            means = [tokens / max(rows, 1) for rows, tokens in zip(num_rows, num_tokens, strict=True)]
+            shares = self.phases[0][1]
+            return [share * sum(num_tokens) / max(mean, 1) for share, mean in zip(shares, means, strict=True)]
+        return [epochs * rows for epochs, rows in zip(self.epochs, num_rows, strict=True)]
 
     def describe(self, index: int) -> str:
         """Return the use of a dataset as text for the startup summary, or ""."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from automodel_cli.data.config import Mask, SpecialTokensInText, Turns
-from automodel_cli.data.fill_in_the_middle import InfillSpec
+from automodel_cli.data.encoding.infill import InfillSpec
 from automodel_cli.data.formats.base import Format
 from automodel_cli.data.groups import GroupSpec
 from automodel_cli.data.labels import LabelSpec

@@ -10,7 +10,8 @@ import numpy as np
 
 from automodel_cli.data.chat.special_tokens import SpecialText
 from automodel_cli.data.encoding.encode_spec import EncodeSpec
-from automodel_cli.data.fill_in_the_middle import MOVED, TOO_LONG, UNCHANGED, after_anchor, anchored
+from automodel_cli.data.encoding.infill import after_anchor, anchored
+from automodel_cli.data.fill_in_the_middle import MOVED, TOO_LONG, UNCHANGED
 from automodel_cli.data.formats.examples import AnsweredPrompt, PlainText
 from automodel_cli.data.row_errors import RowError, attempt, unwrap
 from automodel_cli.data.tokenized import Encoded, around

@@ -81,7 +81,7 @@ class PackedRows:
         num_rows = np.array([store.num_rows for store in self.stores])
         num_pieces = np.array([len(store.offsets) - 1 for store in self.stores])
         num_tokens = np.array([int(store.offsets[-1]) for store in self.stores])
-        used = self.mixture.rows_per_epoch(num_rows, num_tokens)
+        used = np.array(self.mixture.rows_per_epoch(num_rows.tolist(), num_tokens.tolist()))
         mean = float((used * num_pieces / np.maximum(num_rows, 1)).sum() / used.sum()) if used.sum() else 0.0
         if self.kind == "groups":
             queries = np.array([int((store.roles == 0).sum()) for store in self.stores])

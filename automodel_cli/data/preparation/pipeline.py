@@ -20,10 +20,11 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.data.chat.chat_template import choose_template
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.encoding.encode_spec import EncodeSpec
+from automodel_cli.data.encoding.infill import InfillSpec, anchored, infill_policy_error, resolve_infill
 from automodel_cli.data.encoding.pre_rendered import SAMPLE_ROWS
 from automodel_cli.data.encoding.row_encoder import RowEncoder
 from automodel_cli.data.encoding.workers import choose_workers
-from automodel_cli.data.fill_in_the_middle import InfillSpec, anchored, infill_policy_error, refuse_infill
+from automodel_cli.data.fill_in_the_middle import refuse_infill
 from automodel_cli.data.formats.base import PREFERENCES, DataKind
 from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_format, format_name
 from automodel_cli.data.formats.column_mapping import check_mapped
@@ -273,7 +274,7 @@ class DataBuilder:
         config = self.config.fill_in_the_middle
         if config is None or not source.fill_in_the_middle:
             return None
-        return config.resolve(self.tokenizer, None if self.config.packing == "wrapped" else self.config.seq_len)
+        return resolve_infill(config, self.tokenizer, None if self.config.packing == "wrapped" else self.config.seq_len)
 
     def _tokens(self, source: Source, config: SourceConfig) -> Part:
         if isinstance(source, TokenSource):

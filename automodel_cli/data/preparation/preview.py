@@ -21,7 +21,7 @@ from automodel_cli.data.sources.file_readers import read_file
 from automodel_cli.data.sources.sources import FileSource, TokenSource, first_rows
 from automodel_cli.data.synthetic.chat_tasks import ChatTasks
 from automodel_cli.data.synthetic.preference_tasks import PreferenceTasks
-from automodel_cli.data.token_files.reader import are_token_files, check_token_file
+from automodel_cli.data.token_files.detection import are_token_files, check_token_file
 
 MOST_BYTES = 4 << 20
 """Files that are larger than this in sum are not counted."""

@@ -58,8 +58,8 @@ def row_stream(
     if not mixture.phases:
         return EpochStream(order, mixture.epochs)
     phases = [(step * rows_per_step, shares) for step, shares in mixture.phases]
-    counts = np.array([len(of) for of in lengths]), np.array([int(of.sum()) for of in lengths])
-    return TokenBlend(order, lengths, phases, max(1, round(mixture.rows_per_epoch(*counts).sum())))
+    counts = [len(of) for of in lengths], [int(of.sum()) for of in lengths]
+    return TokenBlend(order, lengths, phases, max(1, round(sum(mixture.rows_per_epoch(*counts)))))
 
 
 class _Order:

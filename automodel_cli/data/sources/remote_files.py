@@ -17,8 +17,7 @@ from automodel_cli.config.file_systems import package_for
 from automodel_cli.config.fix_syntax import override
 from automodel_cli.data.sources.remote_path import RemotePath
 from automodel_cli.data.storage.cache import entry_key, get_or_build
-from automodel_cli.data.token_files.megatron import INDEX_SUFFIX
-from automodel_cli.data.token_files.token_file import SUFFIX
+from automodel_cli.data.token_files.detection import INDEX_SUFFIX, SUFFIX
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

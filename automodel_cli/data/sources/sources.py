@@ -17,8 +17,7 @@ from automodel_cli.data.sources.file_readers import load_hub, read_file, read_hu
 from automodel_cli.data.sources.remote_files import fetch, is_url
 from automodel_cli.data.sources.spans import Span, num_lines, plan_rows, plan_shards, read_span, span_bytes
 from automodel_cli.data.storage.cache import file_hash
-from automodel_cli.data.token_files.megatron import INDEX_SUFFIX
-from automodel_cli.data.token_files.reader import are_token_files, has_index
+from automodel_cli.data.token_files.detection import INDEX_SUFFIX, are_token_files, has_index
 
 
 class Source(Protocol):

@@ -64,6 +64,7 @@ CODE_FILES = (
     "packing.py",
     "encoding/encode_spec.py",
     "encoding/grouped.py",
+    "encoding/infill.py",
     "preparation/indexed.py",
     "encoding/labeled.py",
     "preparation/parts.py",

@@ -20,7 +20,7 @@ from automodel_cli.data.sources.remote_files import is_url, listed
 from automodel_cli.data.sources.remote_path import RemotePath
 from automodel_cli.data.sources.sources import refuse_tokens
 from automodel_cli.data.sources.spans import Span, is_divisible, read_span
-from automodel_cli.data.token_files.reader import are_token_files
+from automodel_cli.data.token_files.detection import are_token_files
 
 _ENDS = 64 << 10
 _MANY = 8

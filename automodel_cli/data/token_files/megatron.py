@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.data.token_files.detection import INDEX_SUFFIX
 from automodel_cli.data.token_files.token_file import TokenFile, damaged, mapped
 
-INDEX_SUFFIX = ".idx"
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}

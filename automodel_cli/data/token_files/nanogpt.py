@@ -15,20 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.data.token_files.detection import NANOGPT_MAGIC, NANOGPT_MAGIC_WITH_SIZE
 from automodel_cli.data.token_files.token_file import TokenFile, damaged, mapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MAGIC, _MAGIC_WITH_SIZE = 20240520, 278895051
 _HEADER_INTS = 256
 _CHUNK = 1 << 24
-
-
-def is_nanogpt(path: Path) -> bool:
-    """Whether the file begins with one of the magic numbers."""
-    with path.open("rb") as file:
-        return int.from_bytes(file.read(4), "little", signed=True) in (_MAGIC, _MAGIC_WITH_SIZE)
 
 
 def read(path: Path, delimiters: Sequence[int]) -> TokenFile:
@@ -47,7 +41,7 @@ def token_ids(path: Path) -> np.ndarray:
     header = np.fromfile(path, np.int32, _HEADER_INTS)
     if len(header) < _HEADER_INTS:
         raise damaged(path, "ends in its header")
-    size = 2 if header[0] == _MAGIC else int(header[3])
+    size = 2 if header[0] == NANOGPT_MAGIC else int(header[3])
     if header[1] != 1 or size not in (2, 4):
         raise DataError(
             f"{path} has version {header[1]} and {size} bytes per token; supported are version 1 and 2 or 4 bytes",
@@ -98,7 +92,7 @@ def write(path: Path, documents: Iterable[np.ndarray], delimiter: int, dtype: np
                 fix="convert to Megatron's format, or convert the files one by one",
             )
         header = np.zeros(_HEADER_INTS, np.int32)
-        header[:4] = (_MAGIC if dtype.itemsize == 2 else _MAGIC_WITH_SIZE), 1, num_tokens, dtype.itemsize
+        header[:4] = (NANOGPT_MAGIC if dtype.itemsize == 2 else NANOGPT_MAGIC_WITH_SIZE), 1, num_tokens, dtype.itemsize
         file.seek(0)
         file.write(header.tobytes())
     return num_documents, num_tokens

@@ -9,8 +9,6 @@ import numpy as np
 
 from automodel_cli.config.errors import DataError
 
-SUFFIX = ".bin"
-
 
 @dataclass(frozen=True)
 class TokenFile:

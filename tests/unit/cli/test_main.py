@@ -147,7 +147,7 @@ def test_completion_of_keys_imports_nothing_heavy(toy: Path) -> None:
 
 
 def test_check_is_quick_and_torch_free(toy: Path) -> None:
-    check_quick(toy, 1.2, "torch,rich,transformers", "check", "-c", "toy.yaml", *TRUST)
+    check_quick(toy, 1.2, "torch,numpy,rich,transformers", "check", "-c", "toy.yaml", *TRUST)
 
 
 EACH = """\
@@ -159,7 +159,7 @@ for name, filled in json.loads(sys.argv[1]).items():
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = run(["check", "-c", name, *filled])
     found[name] = [code, output.getvalue(), time.process_time() - before]
-loaded = [name for name in ("torch", "rich", "transformers") if name in sys.modules]
+loaded = [name for name in ("torch", "numpy", "rich", "transformers") if name in sys.modules]
 sys.exit(f"imported {loaded}") if loaded else print(json.dumps(found))
 """
 
@@ -217,7 +217,7 @@ def test_every_bundled_config_checks_without_torch(checked: dict[str, tuple[int,
 def test_slowest_bundled_config_checks_quickly(checked: dict[str, tuple[int, str, float]], filled_in: Path) -> None:
     others = list(bundled_recipes.recipe_names())[1:]  # the first pays for the imports
     slowest = max(others, key=lambda name: checked[name][2])
-    check_quick(filled_in, 1.2, "torch,rich,transformers", "check", "-c", slowest, *settings(slowest))
+    check_quick(filled_in, 1.2, "torch,numpy,rich,transformers", "check", "-c", slowest, *settings(slowest))
 
 
 def test_check_prints_a_line_per_section(toy: Path) -> None:

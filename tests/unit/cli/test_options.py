@@ -204,4 +204,6 @@ def test_a_misspelt_section_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_it_is_quick_and_torch_free(tmp_path: Path) -> None:
-    check_quick(tmp_path, 1.4, "torch,rich,transformers,hydra", "options")  # it imports the config of every component
+    check_quick(
+        tmp_path, 1.4, "torch,numpy,rich,transformers,hydra", "options"
+    )  # it imports the config of every component

@@ -7,6 +7,7 @@ import pytest
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.token_files import nanogpt
+from automodel_cli.data.token_files.detection import is_nanogpt
 from tests.errors import raises
 
 
@@ -41,7 +42,7 @@ def test_documents(tmp_path, tokens, delimiters, want):
 @pytest.mark.parametrize(("size", "dtype"), [(2, np.uint16), (4, np.uint32)])
 def test_the_other_magic_number_has_a_token_size(tmp_path, size, dtype):
     path = file(tmp_path / "a.bin", [0, 60000], magic=278895051, size=size, dtype=dtype)
-    assert nanogpt.is_nanogpt(path) and documents(path, 0) == [[0, 60000]]
+    assert is_nanogpt(path) and documents(path, 0) == [[0, 60000]]
     assert nanogpt.token_ids(path).dtype == dtype
 
 

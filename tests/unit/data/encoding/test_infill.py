@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.data.encoding.encode_spec import EncodeSpec
+from automodel_cli.data.encoding.infill import CONVENTIONS, anchored, resolve_infill
 from automodel_cli.data.encoding.row_encoder import RowEncoder
-from automodel_cli.data.fill_in_the_middle import CONVENTIONS, FillInTheMiddle, anchored
+from automodel_cli.data.fill_in_the_middle import FillInTheMiddle
 from automodel_cli.data.formats.builtin import FORMATS
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.preview import head_problems
@@ -54,7 +55,7 @@ def texts(number: int) -> list[str]:
 def encoded(
     tokenizer: Any, rows: list[str], config: FillInTheMiddle, most: int | None = None, **more: Any
 ) -> list[Any]:
-    spec = EncodeSpec(FORMATS["text"], {}, None, "assistant", infill=config.resolve(tokenizer, most), **more)
+    spec = EncodeSpec(FORMATS["text"], {}, None, "assistant", infill=resolve_infill(config, tokenizer, most), **more)
     return RowEncoder(tokenizer, spec).encode([{"text": text} for text in rows])
 
 
@@ -89,7 +90,7 @@ def test_parts_stand_in_the_order_of_the_paper(names: tuple[str | None, ...], mo
 
 def test_splits_are_uniform_and_their_number_is_the_rate() -> None:
     rows = [f"{number:05d}" + "x" * 995 for number in range(2000)]
-    spec = FillInTheMiddle(rate=0.5, mode="joint").resolve(tokenizer_with(), None)
+    spec = resolve_infill(FillInTheMiddle(rate=0.5, mode="joint"), tokenizer_with(), None)
     found = [split for text in rows if (split := spec.split(text)) is not None]
     assert abs(len(found) - 1000) < 4 * np.sqrt(2000 * 0.25)
     assert abs(sum(split[3] for split in found) - len(found) / 2) < 4 * np.sqrt(len(found) * 0.25)
@@ -122,7 +123,7 @@ def test_bos_comes_first_and_long_documents_stay() -> None:
 
 def test_no_space_is_added_in_front_of_parts() -> None:
     tokenizer, text = sentencepiece("first"), "some words. and more of them"
-    assert anchored(tokenizer, FillInTheMiddle().resolve(tokenizer, None))
+    assert anchored(tokenizer, resolve_infill(FillInTheMiddle(), tokenizer, None))
     (item,) = encoded(tokenizer, [text], FillInTheMiddle(rate=1.0, seed=3))
     marks = tokenizer.convert_tokens_to_ids(list(CONVENTIONS[2]))
     prefix, suffix, middle = parts_of(item.ids.tolist()[:-2], marks[:3])
@@ -130,16 +131,16 @@ def test_no_space_is_added_in_front_of_parts() -> None:
     assert "".join(pieces).replace("▁", " ") == text
     always = sentencepiece("always")
     with raises(ConfigError, "not_supported_by_model", keys=("data.fill_in_the_middle",)):
-        anchored(always, FillInTheMiddle().resolve(always, None))
+        anchored(always, resolve_infill(FillInTheMiddle(), always, None))
 
 
 def test_tokens_must_exist() -> None:
     fix = 'model.tokenizer.add_special_tokens=\'["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]\''
     with raises(ConfigError, "unknown_name", keys=("data.fill_in_the_middle",), fix=fix):
-        FillInTheMiddle().resolve(tiny_tokenizer(), None)
+        resolve_infill(FillInTheMiddle(), tiny_tokenizer(), None)
     own = FillInTheMiddle(prefix_token="<s>", suffix_token="<|im_start|>", middle_token="<none>")
     with raises(ConfigError, "unknown_name", values=("<none>",)):
-        own.resolve(tiny_tokenizer(), None)
+        resolve_infill(own, tiny_tokenizer(), None)
     with raises(ConfigError, "requires_setting"):
         FillInTheMiddle(prefix_token="<s>")
     with raises(ConfigError, "out_of_range"):
