@@ -32,6 +32,8 @@ from tests.dist.harness import launch, launch_all
 from tests.dist.test_grpo import given_samples, updates_of
 from tests.marks import slow
 
+pytestmark = pytest.mark.slow
+
 OBJECTIVES = {
     "reward model": BradleyTerry(margin=True, center_rewards_coef=0.1),
     "distillation": Distillation(beta=0.3, top_k=4, nll_weight=0.3),

@@ -15,6 +15,8 @@ from tests.dist.harness import launch
 from tests.dist.sessions import session
 from tests.e2e.command import TINY, metrics
 
+pytestmark = pytest.mark.slow
+
 SFT = TINY.format(family="llama").replace("num_train: 400", "num_train: 40")
 FEW = ("train.max_steps=4", "checkpoint.every=2", "validation.every=2", "validation.at_start=false")
 QUIET = ("logging.report=false", "logging.console=plain")

@@ -20,6 +20,8 @@ from tests import tiny
 from tests.dist.harness import launch
 from tests.marks import slow
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["a", "b"]
 OBJECTIVES = {
     "single label": SingleLabel(labels=NAMES, class_weights={"b": 3.0}),

@@ -33,6 +33,8 @@ from tests import tiny
 from tests.dist.harness import launch
 from tests.marks import slow
 
+pytestmark = pytest.mark.slow
+
 ROLES = torch.tensor([0, 1, 2, 0, 1])  # of the documents of a microbatch: two rows
 OBJECTIVES: dict[str, EmbeddingObjective] = {
     "infonce": InfoNCE(temperature=0.2, dimensions=[64, 16]),

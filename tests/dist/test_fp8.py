@@ -32,6 +32,8 @@ from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch
 
+pytestmark = pytest.mark.slow
+
 NUM_MICROBATCHES = 2
 ONE = Case(num_microbatches=NUM_MICROBATCHES, fp8=Fp8Config(emulate=True, experts=True))
 LORA = replace(ONE, lora=LoRAConfig(rank=4))

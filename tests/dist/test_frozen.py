@@ -17,6 +17,8 @@ from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from tests.dist.harness import launch
 
+pytestmark = pytest.mark.slow
+
 DP, PP = MeshConfig(dp_size=2), MeshConfig(dp_size=1, pp_size=2)
 SOME = Selection(("layers.*.self_attn.q_proj", "mlp.down_proj", "norm"))
 LOW, HIGH = Selection(("embed_tokens", "layers.[01]")), Selection((), ("embed_tokens", "layers.[01]"))

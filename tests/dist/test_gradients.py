@@ -23,6 +23,8 @@ from automodel_cli.training.step import NonFiniteError, train_step
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, Case, GradientRecorder, one_step, reference, step_batches, tiny_part
 
+pytestmark = pytest.mark.slow
+
 REPLICATED_THEN_SHARDED = MeshConfig(dp_replicate_size=2)
 
 

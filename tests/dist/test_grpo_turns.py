@@ -35,6 +35,8 @@ from tests import tiny
 from tests.dist.harness import launch, launch_all
 from tests.dist.test_grpo import OBJECTIVE, built, everyones, row, with_columns
 
+pytestmark = pytest.mark.slow
+
 VOCAB, SEQ_LEN = 354, 100  # of the byte tokenizer, which must read what the model says
 STOPS = [1, *range(100, 260)]  # so many that random weights end their messages
 TOOL = Calculator(pattern="([a-zA-Z0-9])", max_turns=3, tool_call_reward=0.5, error_reward=-0.25)

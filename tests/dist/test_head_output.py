@@ -41,6 +41,8 @@ from tests.dist.harness import launch
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from own_distillation import Distillation, taught
 
+pytestmark = pytest.mark.slow
+
 _ALL = HeadRequest(entropy=True, values=True, topk=3, token_ids="teacher_ids_BTN", lse=True)
 _VALUES = HeadRequest(values=True)
 

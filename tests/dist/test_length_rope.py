@@ -18,6 +18,8 @@ from automodel_cli.pipelining.config import PipelineConfig
 from tests.dist.harness import launch
 from tests.unit.models.document_masking.test_dynamic_rope import case_model
 
+pytestmark = pytest.mark.slow
+
 FSDP2 = FSDP2Config(mp_policy=FP32)
 SHARED, SPLIT = MeshConfig(dp_size=1, cp_size=2), MeshConfig(dp_size=1, pp_size=2)
 RECOMPUTED = replace(FSDP2, activation_checkpointing=True)

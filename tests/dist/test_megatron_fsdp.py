@@ -39,6 +39,8 @@ from tests.errors import raises
 from tests.marks import slow
 from tests.rounding import tolerance
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("megatron_fsdp", reason="pip install automodel-cli[megatron]")
 
 MEGATRON = MegatronFSDPConfig()

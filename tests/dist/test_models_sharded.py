@@ -22,6 +22,8 @@ from tests.marks import slow
 from tests.quantize import to_fp8, to_mxfp4
 from tests.tiny import build_hf, full, packed_batch, tiny_fields, token_row
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ["qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 ROWS = [[token_row(9), token_row(6, 1)]]
 

@@ -17,6 +17,8 @@ from tests.dist.harness import launch_all
 from tests.dist.parity import FSDP2, tiny_part
 from tests.tiny import full
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "fsdp4": ("llama", MeshConfig()),
     "hsdp2x2": ("llama", MeshConfig(dp_replicate_size=2)),

@@ -25,6 +25,8 @@ from tests.dist.parity import FP32, FSDP2, Case, GradientRecorder, compare, step
 from tests.errors import raises
 from tests.marks import nightly
 
+pytestmark = pytest.mark.slow
+
 EXACT = {
     "checkpointing full": replace(FSDP2, activation_checkpointing="full"),
     "checkpointing selective": replace(FSDP2, activation_checkpointing="selective"),

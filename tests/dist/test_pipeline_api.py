@@ -30,6 +30,8 @@ from tests.errors import assert_error, raises
 from tests.rounding import tolerance
 from tests.tiny import build_hf, gradient_error, gradients, tiny_fields
 
+pytestmark = pytest.mark.slow
+
 PART = Case("1F1B")
 
 

@@ -24,6 +24,8 @@ from tests.marks import nightly
 from tests.rounding import tolerance
 from tests.tiny import gradient_error, gradients
 
+pytestmark = pytest.mark.slow
+
 ONE_BY_ONE = (("batch_p2p_comm", False),)
 OVERLAP = (*ONE_BY_ONE, ("overlap_p2p_comm", True))
 FLUSH = (*OVERLAP, ("overlap_p2p_comm_warmup_flush", True))

@@ -27,6 +27,8 @@ from tests.dist.harness import launch
 from tests.marks import slow
 from tests.tiny import packed_batch, tiny_fields, token_row
 
+pytestmark = pytest.mark.slow
+
 STEPS, ROWS = 3, 4
 
 

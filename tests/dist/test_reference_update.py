@@ -22,6 +22,8 @@ from tests.dist.test_sessions import DPO
 from tests.e2e.command import metrics
 from tests.e2e.test_grpo import TINY
 
+pytestmark = pytest.mark.slow
+
 QUIET = ("logging.report=false", "logging.console=plain")
 EVERY_STEP = ("checkpoint.every=1", "checkpoint.keep_latest_k=10", "data.seq_len=96", "train.max_steps=5", *QUIET)
 SOFT = "reference_sync={every_steps: 2, mixup_alpha: 0.6}"

@@ -33,6 +33,8 @@ from tests.errors import assert_error
 from tests.marks import slow
 from tests.rounding import tolerance
 
+pytestmark = pytest.mark.slow
+
 COEF, SPEED = 0.05, 0.01
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 

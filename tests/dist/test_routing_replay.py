@@ -35,6 +35,8 @@ from tests.dist.harness import launch, launch_all
 from tests.dist.test_grpo import OBJECTIVE, built, given_samples, updates_of, with_columns
 from tests.marks import slow
 
+pytestmark = pytest.mark.slow
+
 FAMILY = "qwen3_moe"
 K = 2
 

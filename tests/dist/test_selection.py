@@ -24,6 +24,8 @@ from tests import tiny
 from tests.dist.harness import launch
 from tests.dist.test_grpo import given_samples, row
 
+pytestmark = pytest.mark.slow
+
 OBJECTIVES = {"best of n": BestOfN(threshold=1.0), "online dpo": OnlineDPO(beta=0.3)}
 ROWS = [row(dp=2), row(dp=2, packed=False), row(pp=2)]
 

@@ -20,6 +20,8 @@ from tests.dist.sessions import session, train
 from tests.e2e.command import TINY, metrics
 from tests.e2e.test_dpo import PAIRS
 
+pytestmark = pytest.mark.slow
+
 SFT = TINY.format(family="llama").replace("num_train: 400", "num_train: 40")
 DPO = PAIRS.format(family="llama").replace("num_train: 200, num_validation: 16", "num_train: 24, num_validation: 4")
 FEW = ("train.max_steps=4", "logging.report=false", "logging.console=plain", "checkpoint.every=null")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -32,6 +33,8 @@ from tests import tiny
 from tests.dist.harness import launch
 from tests.dist.test_composed import row
 from tests.rounding import tolerance
+
+pytestmark = pytest.mark.slow
 
 NAMES, WEIGHTS = ("web", "code", "sums"), (1.0, 0.25, 3.0)
 COUNT = 4

@@ -19,6 +19,8 @@ from automodel_cli.training.step import NonFiniteError, train_step
 from tests.dist.harness import launch_all
 from tests.dist.parity import FSDP2, microbatch, tiny_part
 
+pytestmark = pytest.mark.slow
+
 
 class BadOnce(SFT):
     """On rank 0 the gradient of the chosen step is not finite, while its loss is."""

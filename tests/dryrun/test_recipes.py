@@ -25,6 +25,8 @@ from automodel_cli.run.plan_request import plan_request
 from tests.dryrun.traces import trace_in_fork
 from tests.marks import nightly, slow
 
+pytestmark = pytest.mark.slow
+
 _BYTES = "model.tokenizer={_target_: automodel_cli.models.tokenizer.ByteTokenizer}"
 
 

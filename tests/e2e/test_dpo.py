@@ -13,6 +13,8 @@ from tests.e2e.command import TINY, automodel, curve, metrics
 from tests.errors import assert_error
 from tests.pages import undocumented_metrics
 
+pytestmark = pytest.mark.slow
+
 TASK = "_target_: automodel_cli.data.synthetic.preference_tasks.PreferenceTasks, tasks: "
 PAIRS = TINY.replace("[sft, _self_]", "[dpo, override lr_scheduler: constant, _self_]").replace(
     "generator: {{_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 400, num_validation: 16}}",

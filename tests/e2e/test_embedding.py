@@ -12,6 +12,8 @@ from tests.e2e.command import TINY, automodel, curve, metrics
 from tests.errors import assert_error
 from tests.pages import undocumented_metrics
 
+pytestmark = pytest.mark.slow
+
 SEARCH = "{{_target_: automodel_cli.data.synthetic.search_tasks.SearchTasks, num_train: 120, num_validation: 24}}"
 CONFIG = TINY.replace("[sft, _self_]", "[embedding, _self_]").replace(
     "generator: {{_target_: automodel_cli.data.synthetic.chat_tasks.ChatTasks, num_train: 400, num_validation: 16}}",

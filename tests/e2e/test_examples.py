@@ -12,6 +12,8 @@ from tests.e2e.command import automodel, curve, write_config
 from tests.e2e.test_dpo import PAIRS
 from tests.e2e.test_grpo import TINY as GRPO
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

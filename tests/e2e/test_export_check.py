@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from tests.e2e.command import TINY, automodel, curve
 
+pytestmark = pytest.mark.slow
+
 DEFAULT = re.sub(r"parallelizer:\n.*\n", "", TINY).replace("{{", "{").replace("}}", "}").replace("{family}", "llama")
 SHORT = ("train.max_steps=4", "logging.report=false")
 TIED_HEAD = "model.lora={rank: 4, target_modules: [q_proj, lm_head]}"

@@ -22,6 +22,8 @@ from tests.e2e.command import automodel, curve, environment, kill_after_step, me
 from tests.e2e.test_grpo import GROUP, PROMPTS, run, samples_of, write_config
 from tests.errors import assert_error
 
+pytestmark = pytest.mark.slow
+
 HF = (
     "rollout=hf",
     "logging.report=false",

@@ -28,6 +28,8 @@ from tests.errors import assert_error, raises
 from tests.pages import undocumented_metrics
 from tests.unit.rollout.engines.servers.test_http_engine_servers import VLLMDouble, free_port
 
+pytestmark = pytest.mark.slow
+
 FILES = "rollout.engine.transport=files"
 DOUBLE = """
 import sys, time

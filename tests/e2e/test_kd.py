@@ -13,6 +13,8 @@ from tests.e2e.command import TINY, automodel, curve, metrics
 from tests.errors import assert_error
 from tests.marks import slow
 
+pytestmark = pytest.mark.slow
+
 STEPS = ("train.max_steps=3", "logging.report=false", "optimizer.eps=1e-5")
 TEACHER = "teacher={_target_: automodel_cli.models.teacher_config.TeacherConfig, pretrained: runs/teacher/export}"
 ANSWERS = "{answers: {_target_: automodel_cli.evaluation.config.Generation, max_new_tokens: 4, num_samples: 1}}"

@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.command import automodel, metrics, write_config
 
+pytestmark = pytest.mark.slow
+
 GREEDY = """
 import torch
 from automodel_cli.training.callback import Callback

@@ -30,6 +30,8 @@ from automodel_cli.models.vision.processor import FamilyProcessor
 from tests.pages import PAGES, ROOT, Block, blocks, commands
 from tests.vision import config_of, processor_of
 
+pytestmark = pytest.mark.slow
+
 MINE = next(block for block in blocks(ROOT / "README.md") if block.text.startswith("# my_run.yaml"))
 YAML = [(page, block) for page in PAGES for block in blocks(page) if block.language == "yaml"]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))

@@ -18,6 +18,8 @@ from tests.e2e.command import automodel, curve, metrics
 from tests.e2e.test_dpo import PAIRS
 from tests.errors import assert_error
 
+pytestmark = pytest.mark.slow
+
 SCORES = PAIRS.replace("[dpo,", "[rm,").replace("tie_word_embeddings: true", "tie_word_embeddings: false")
 STEPS = ("train.max_steps=4", "logging.report=false", "data.seq_len=96", "optimizer.lr=1e-2")
 

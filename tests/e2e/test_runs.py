@@ -15,6 +15,8 @@ from tests.e2e.command import automodel, environment, write_config
 from tests.errors import assert_error
 from tests.unit.cli.test_main import PROBE
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -10,6 +10,8 @@ import pytest
 from tests.e2e.command import automodel
 from tests.errors import assert_error
 
+pytestmark = pytest.mark.slow
+
 ROWS = "train.microbatch_size=1"  # quickstart's step is one microbatch, which two stages or ranks cannot share
 STAGES = ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b", ROWS)
 PRETRAINED = ("model.config=null", "model.pretrained=no/such-model")

@@ -22,6 +22,8 @@ from tests.errors import raises
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from support_table import families, with_usual_fields
 
+pytestmark = pytest.mark.slow
+
 RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 LATER = {"codegen": ("attention", (5, 24)), "gptj": ("attention", (5, 24))}
 """Kinds that a family has since a release. Can go when that is the oldest supported release."""

@@ -20,6 +20,8 @@ from automodel_cli.config.importers.framework import flatten_keys
 from automodel_cli.config.importers.write import imported, read_config
 from tests.errors import assert_error, raises
 
+pytestmark = pytest.mark.slow
+
 VECTORS = Path(__file__).parents[3] / "vectors/import"
 FILES = sorted(path.name for path in VECTORS.iterdir())
 NOT_HERE = {"missing_file", "missing_package"}

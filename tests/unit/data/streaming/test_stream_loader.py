@@ -26,6 +26,8 @@ from automodel_cli.models.tokenizer import ByteTokenizer
 from tests.errors import raises
 from tests.unit.data.helpers import write_jsonl
 
+pytestmark = pytest.mark.slow
+
 LANES, BATCH = 4, 8
 Texts = list[list[str]]
 

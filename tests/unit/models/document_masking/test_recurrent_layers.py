@@ -30,6 +30,8 @@ from tests.hybrids import (
 from tests.rounding import tolerance
 from tests.tiny import FAMILIES, gradient_error, gradients, packed_batch, tiny_config, token_row
 
+pytestmark = pytest.mark.slow
+
 OF_STATES = 3.0
 """Recurrences add every token to one state: their rounding is up to three times that of attention. A leak is 1e-3 and
 more."""

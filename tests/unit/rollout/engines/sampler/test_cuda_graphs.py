@@ -22,6 +22,8 @@ from automodel_cli.rollout.types import Completion, SamplingParams
 from tests import tiny
 from tests.marks import slow
 
+pytestmark = pytest.mark.slow
+
 STOP, NEW = [2, 5, 9], 14
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0.0)
 DRAWN = SamplingParams(max_new_tokens=NEW, seed=1)
