@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,8 @@ from automodel_cli.parity.cases import FP32
 from automodel_cli.pipelining.config import PipelineConfig
 from tests.dist import vision_pair_cases
 from tests.dist.harness import launch
-from tests.dist.vision_cases import Case, compare
+from tests.dist.vision_cases import Case, compare, decomposition_error
+from tests.vision import repository
 
 pytestmark = pytest.mark.nightly  # its slow tests
 
@@ -98,6 +100,11 @@ def test_adapters_on_tower_and_projector_have_the_gradients_of_peft():
 )
 def test_adapters_on_tower_and_projector_under_all_layouts(kind: str, names: list[str]):
     _check(kind, 2, _with_adapters(kind, names))
+
+
+def test_adapters_of_a_tower_start_at_its_decomposition_beside_stages_without_it(tmp_path: Path):
+    repository("llava", tmp_path)
+    assert launch(decomposition_error, 2, str(tmp_path)) < 1e-5
 
 
 @pytest.mark.slow

@@ -16,9 +16,14 @@ from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.models.attention.packed import register_packed_attention
+from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.front_io import fill_front
+from automodel_cli.models.checkpoint_io.load import load_weights
+from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.lora import front as lora_front
+from automodel_cli.models.lora.adapters import low_rank_layers
 from automodel_cli.models.lora_config import LoRAConfig
-from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.model_part import ModelPart, model_parts
 from automodel_cli.models.rng import generator_for
 from automodel_cli.models.vision.config import VisionConfig
 from automodel_cli.models.vision.front import TYPE_IDS
@@ -27,6 +32,7 @@ from automodel_cli.models.vision.processor import FamilyProcessor
 from automodel_cli.objectives.sft import SFT
 from automodel_cli.parity.cases import FP32
 from automodel_cli.parity.compare import Errors, GradientRecorder, step_errors
+from automodel_cli.parity.gradient_errors import full
 from automodel_cli.parity.reference import Reference
 from automodel_cli.pipelining.build_stages import build_stages
 from automodel_cli.pipelining.config import PipelineConfig
@@ -161,3 +167,24 @@ def by_composite_names(gradients: dict[str, Tensor], part: ModelPart, expected: 
         prefix = next((p for p in names if name.startswith(p) and name not in expected.gradients), None)
         got[name if prefix is None else names[prefix] + name.removeprefix(prefix)] = grad
     return {name: grad for name, grad in got.items() if name in expected.gradients or bool(grad.any())}
+
+
+def decomposition_error(rank: int, world: int, folder: str) -> float:
+    """Load a model with PiSSA adapters on tower and text, in two stages. Rank 0 returns how much its updates differ
+    from the largest singular directions of the weights, relative to the largest value."""
+    lora = LoRAConfig(rank=2, alpha=4.0, init_lora_weights="pissa")
+    config = ModelConfig(pretrained=folder, vision=VisionConfig(tower="adapters"), lora=lora)
+    mesh = build_mesh(MeshConfig(pp_size=2).resolve(world), "cpu")
+    stages = build_stages(build_part(config), mesh, PipelineConfig(), FSDP2Config(mp_policy=FP32), num_microbatches=2)
+    worst = 0.0
+    for part in model_parts(stages.parts):
+        load_weights(part, config, device="cpu", seed=0)
+        fill_front(part, config, buffer_device=mesh.device, seed=0)
+        layers = dict(pair for model in part.models for pair in low_rank_layers(model))
+        assert part.front is None or any(".vision_tower." in f".{name}" for name in layers)
+        for layer in layers.values():
+            u, values, v = torch.linalg.svd(full(layer.get_base_layer().weight).detach().double())
+            a, b = (full(getattr(layer, f"lora_{matrix}")["default"].weight).detach().double() for matrix in "AB")
+            difference = (u[:, :2] * values[:2]) @ v[:2] - layer.scaling["default"] * b @ a
+            worst = max(worst, float(difference.abs().max() / values[0]))
+    return worst

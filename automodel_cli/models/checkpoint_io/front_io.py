@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models import conversion_compat, transformers_compat
@@ -44,6 +44,7 @@ def fill_front(part: ModelPart, config: ModelConfig, *, buffer_device: torch.dev
         names = whole.state_dict().keys()
         current = list(conversion_compat.current_keys(whole, part.unclaimed))
         part.unclaimed = tuple(key for key, name in current if name not in names)
+        lora.init_adapters(nn.Module(), config.lora, seed)  # Decompositions of weights are collective over all stages.
         return
     with lora.bare(front.composite):
         target = Target(front.composite, buffer_device)
