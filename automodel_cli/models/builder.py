@@ -56,7 +56,7 @@ def build_part(
     if config.vision is not None:
         add_front(part, config, config.vision)
     if config.qat is not None:
-        qat.convert_layers(part.model, config.qat, part.hub_dtype)
+        part.quantization = qat.convert_layers(part.model, config.qat, part.hub_dtype)
     if request.values or request.scores:
         part.add_value_head(request.scores or 1)
     if not request.logprobs:

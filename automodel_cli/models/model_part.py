@@ -15,6 +15,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.batch import IGNORE_INDEX, ON_HOST, PICTURES, OnHost, Pictures
 from automodel_cli.data.head_output import LOGPROBS, HeadOutput, HeadRequest
 from automodel_cli.distributed.expert_parallel.router_replay import RoutedLayers, choosing
+from automodel_cli.distributed.qat.settings import FakeQuantization
 from automodel_cli.models.attention.packed import PACKED
 from automodel_cli.models.attention.picture_runs import PictureRuns, TwoWay
 from automodel_cli.models.context_parallel_layout import Context, ContextGroup, local_length
@@ -55,6 +56,7 @@ class ModelPart(nn.Module):
         first_layers: decoder layers that read features of pictures. The first pipeline stage must contain them.
         two_way: set if tokens of a picture see each other in both directions.
         front_keys: parameter of the front end (named as in the composite) -> key of the checkpoint.
+        quantization: settings of fake-quantized layers. A pipeline stage may have none of these layers.
         may_train_nothing: a stage may have no trained parameter, because some were frozen by name.
         unties_head: an adapter changes a head that is tied to the embedding, so exports and replicas need an untied
             config (`untied`).
@@ -86,6 +88,7 @@ class ModelPart(nn.Module):
         self.front_keys: dict[str, str] = {}
         self.unties_head = False
         self.may_train_nothing = False
+        self.quantization: FakeQuantization | None = None
         self._context_group: ContextGroup | None = None
         self._token_shards: shares.TokenShards | None = None
 

@@ -134,11 +134,6 @@ def set_active(parts: Sequence[nn.Module], active: bool) -> None:
         module.qat.active = active
 
 
-def quantization_of(parts: Sequence[nn.Module]) -> FakeQuantization | None:
-    """Return the settings of a model, or None if no layer of these parts is quantized."""
-    return next((module.qat for module in _quantized(parts)), None)
-
-
 def settle(part: nn.Module, compute_dtype: torch.dtype) -> None:
     """Set the compute dtype, after tensor parallelism. Raises ConfigError for groups that a shard cuts."""
     for module in _quantized([part]):

@@ -92,7 +92,7 @@ def export_hf(
     shards: list[tuple[list[str], int]] = []
     hub_keys = _hub_keys(parts[0])
     excluded_prefix = sequence_classifier.head_prefix(parts[0]) if score_head else None
-    quantized = exported_quantization(parts) is not None
+    quantized = exported_quantization(parts[0]) is not None
     stream = functools.partial(iter_hf_weights, bucket_bytes=shard_bytes, device="cpu", pp_group=pp_group)
     for bucket in stream(parts, multi_token=True, keep_mean=trained, quantized=quantized):
         included = [item for item in bucket if excluded_prefix is None or not item[0].startswith(excluded_prefix)]
@@ -263,7 +263,7 @@ def trained_values(parts: Sequence[ModelPart], prompts: list[list[int]], score: 
 
     Without fp8 GEMMs, with quantized weights if the export has them, and without quantized inputs.
     """
-    quantized = exported_quantization(parts) is not None
+    quantized = exported_quantization(parts[0]) is not None
     with torch.no_grad(), paused(parts), switched(parts, active=quantized, activations=False):
         return (score or _full_score(parts))(prompts)
 

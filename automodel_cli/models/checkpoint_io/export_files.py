@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from automodel_cli.distributed.qat.linear import quantization_of
 from automodel_cli.distributed.qat.settings import FakeQuantization
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.hub import compressed_tensors
@@ -69,7 +67,7 @@ def write_config(folder: Path, part: ModelPart, classifier_config: PretrainedCon
 
 def add_quantization(folder: Path, part: ModelPart) -> None:
     """Add the quantization of the export, if it has one, to its config."""
-    quantization = exported_quantization([part])
+    quantization = exported_quantization(part)
     if quantization is None:
         return
     path = folder / "config.json"
@@ -162,7 +160,7 @@ def _described(head: ScoreHead | EmbeddingHead | None, *, reads_pictures: bool) 
     return "text-classification", "AutoModelForSequenceClassification", labels if head.labels else reward
 
 
-def exported_quantization(parts: Sequence[ModelPart]) -> FakeQuantization | None:
-    """Return the quantization of the export, or None if the export has unquantized weights."""
-    quantization = quantization_of(parts)
+def exported_quantization(part: ModelPart) -> FakeQuantization | None:
+    """Return the quantization of the export, or None if the export has unquantized weights. Equal on all stages."""
+    quantization = part.quantization
     return quantization if quantization is not None and quantization.exports else None

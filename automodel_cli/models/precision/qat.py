@@ -39,19 +39,20 @@ _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj"
 """Sibling layers that engines join into one, with one factor of nvfp4 (the rule of llm-compressor)."""
 
 
-def convert_layers(model: PreTrainedModel, config: QATConfig, read_dtype: torch.dtype) -> None:
+def convert_layers(model: PreTrainedModel, config: QATConfig, read_dtype: torch.dtype) -> FakeQuantization:
     """Convert the linear layers inside the decoder layers, in place. Parameters may be on the meta device.
 
     Raises ConfigError for experts whose export no reader has, if no layer is left to quantize, and for a name that no
     layer has.
     """
     with lora.bare(model):
-        _convert_linear(model, config, read_dtype)
+        quantization = _convert_linear(model, config, read_dtype)
     for name, wrapper in lora.wrappers(model):
         _convert_adapter(name, wrapper)
+    return quantization
 
 
-def _convert_linear(model: PreTrainedModel, config: QATConfig, read_dtype: torch.dtype) -> None:
+def _convert_linear(model: PreTrainedModel, config: QATConfig, read_dtype: torch.dtype) -> FakeQuantization:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     if config.export == "compressed-tensors":
@@ -99,6 +100,7 @@ def _convert_linear(model: PreTrainedModel, config: QATConfig, read_dtype: torch
         compute_grouped(module)
     of_experts = f" and {len(quantized)} of experts" if quantized else ""
     logger.info("qat %s: %d linear layers%s%s", config.weight_dtype, len(chosen), of_experts, left)
+    return quantization
 
 
 def _convert_adapter(name: str, wrapper: AdapterLayer) -> None:

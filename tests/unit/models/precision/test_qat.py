@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from dataclasses import replace
@@ -12,9 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from automodel_cli.config.errors import ConfigError
-from automodel_cli.distributed.qat.linear import quantization_of, quantized_layers, settle, switched
+from automodel_cli.distributed.qat.linear import quantized_layers, settle, switched
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.checkpoint_io.export import export_hf
+from automodel_cli.models.checkpoint_io.export_files import add_quantization
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.fp8_config import Fp8Config, TransformerEngineConfig
@@ -22,6 +24,8 @@ from automodel_cli.models.lora import adapters as lora
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.mtp_config import MTPConfig
 from automodel_cli.models.qat_config import QATConfig
+from automodel_cli.pipelining.cut.cut_stage import cut_stage
+from automodel_cli.pipelining.cut.split_check import check_split
 from tests import tiny
 from tests.errors import raises
 from tests.exports import logprobs_of, nudged
@@ -41,7 +45,7 @@ def test_linear_layers_of_decoder_layers_are_quantized_and_nothing_else():
     part = part_of()
     assert len(chosen(part)) == tiny.NUM_LAYERS * 7
     assert type(part.model.lm_head) is nn.Linear
-    assert quantization_of([part]).ignored == ("lm_head",)
+    assert part.quantization.ignored == ("lm_head",)
     assert {name for name, _ in part.named_parameters()} == {name for name, _ in part_of(qat=None).named_parameters()}
 
 
@@ -51,7 +55,7 @@ def test_names_select_and_exclude_layers():
     )
     assert len(chosen(part)) == 2 * tiny.NUM_LAYERS - 1
     assert all(name.endswith(("down_proj", "o_proj")) for name in chosen(part))
-    assert "model.layers.0.mlp.down_proj" in quantization_of([part]).ignored
+    assert "model.layers.0.mlp.down_proj" in part.quantization.ignored
 
 
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
@@ -99,9 +103,23 @@ def test_layers_that_engines_join_share_their_factor_in_nvfp4():
 def test_fake_quantization_is_switched_in_a_context():
     part = part_of()
     with switched([part], active=False):
-        assert not quantization_of([part]).active
-    assert quantization_of([part]).active
-    assert not quantization_of([part_of(qat=replace(PLAIN, fake_quant_after_n_steps=3))]).active
+        assert not any(layer.qat.active for _, layer in quantized_layers(part))
+    assert all(layer.qat.active for _, layer in quantized_layers(part))
+    assert not part_of(qat=replace(PLAIN, fake_quant_after_n_steps=3)).quantization.active
+
+
+def test_a_stage_without_layers_describes_the_quantized_export(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    part = part_of(qat=QATConfig())
+    stage = cut_stage(part, check_split(part.model), layers=range(0), is_first=True, is_last=False)
+    assert not chosen(stage)
+    described = []
+    for written in (part, stage):
+        (tmp_path / "config.json").write_text("{}")
+        add_quantization(tmp_path, written)
+        described.append(json.loads((tmp_path / "config.json").read_text()))
+    assert described[0]["quantization_config"]["ignore"] == ["lm_head"]
+    assert described[1] == described[0]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +199,7 @@ def test_transformers_reads_quantized_experts(family, options, tmp_path):
     tiny.build_hf(family, num_hidden_layers=2, moe_intermediate_size=64).save_pretrained(tmp_path / "base")
     config = ModelConfig(pretrained=str(tmp_path / "base"), dtype="float32", qat=QATConfig(**options))
     part, ids, ours = exported_and_read(config, tmp_path, 1e-5)
-    routers = [name for name in quantization_of([part]).ignored if name.endswith("mlp.gate")]
+    routers = [name for name in part.quantization.ignored if name.endswith("mlp.gate")]
     assert len(routers) == (2 if family == "qwen3_moe" else 1)
     with switched([part], active=False):
         assert (logprobs_of(part, ids) - ours).abs().max() > 1e-4
