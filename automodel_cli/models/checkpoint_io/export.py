@@ -273,7 +273,7 @@ def rounds_weights(parts: Sequence[ModelPart]) -> bool:
     part = parts[0]
     stored = torch.finfo(part.hub_dtype).bits
     trained = max((torch.finfo(p.dtype).bits for p in part.parameters() if p.is_floating_point()), default=stored)
-    return stored < trained or (stored < torch.finfo(torch.float32).bits and lora.has_adapters(part))
+    return stored < trained or (stored < torch.finfo(torch.float32).bits and lora.has_adapters(part.model))
 
 
 def _full_score(parts: Sequence[ModelPart]) -> Score:

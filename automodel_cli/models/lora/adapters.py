@@ -238,8 +238,8 @@ def matrices_of(name: str, layer: AdapterLayer) -> Iterator[tuple[str, nn.Parame
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether a layer or an experts module has adapters."""
-    return bool(wrappers(model) or expert_lora.adapted(model))
+    """Return whether the complete model of a pipeline stage has adapters. The stage itself may have none."""
+    return hasattr(model, "peft_config")
 
 
 @contextmanager

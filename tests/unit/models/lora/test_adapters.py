@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.models.builder import build_part
-from automodel_cli.models.checkpoint_io.export import export_hf
+from automodel_cli.models.checkpoint_io.export import export_hf, rounds_weights
 from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.lora import adapters as lora
@@ -22,9 +22,11 @@ from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from automodel_cli.models.probes.tiny_model import build_small, shrink
 from automodel_cli.models.transformers_compat import meta_model
+from automodel_cli.pipelining.cut.cut_stage import cut_stage
+from automodel_cli.pipelining.cut.split_check import check_split
 from tests.errors import raises
 from tests.exports import verify_export
-from tests.tiny import FAMILIES, build_hf, packed_batch, tiny_config, token_row
+from tests.tiny import FAMILIES, build_hf, packed_batch, tiny_config, tiny_fields, token_row
 
 ROWS = [[token_row(9), token_row(6, 1)]]
 
@@ -202,3 +204,13 @@ def test_qlora_without_bitsandbytes_names_the_install_command(tmp_path: Path, mo
     with raises(ConfigError, "missing_package", keys=("lora.quantization",), values=("bitsandbytes",)) as refusal:
         _trained(tmp_path, "llama", quantization="nf4")
     assert "pip install bitsandbytes" in str(refusal.value.fix)
+
+
+def test_an_export_rounds_merges_of_other_pipeline_stages():
+    """The first rank checks the export. Its stage may be the embedding alone."""
+    fields = tiny_fields("llama", num_hidden_layers=2)
+    for lora_config, rounds in ((LoRAConfig(rank=4), True), (None, False)):
+        part = build_part(ModelConfig(config=fields, dtype="bfloat16", lora=lora_config))
+        stage = cut_stage(part, check_split(part.model), layers=range(0), is_first=True, is_last=False)
+        assert not lora.wrappers(stage.model)
+        assert rounds_weights([stage]) == rounds
