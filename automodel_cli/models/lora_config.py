@@ -55,7 +55,8 @@ class LoRAConfig:
     exclude_modules: list[str] = field(default_factory=list)
     """Layers without adapters, as name endings. Each must match a layer that `target_modules` selects."""
     layers_to_transform: list[int] = field(default_factory=list)
-    """Decoder layers with adapters, counted from 0. Empty: all. Requires `target_modules` as a list or `all-linear`."""
+    """Decoder layers with adapters, counted from 0, and layers of an adapted vision tower. Empty: all. Requires
+    `target_modules` as a list or `all-linear`."""
     rank_pattern: dict[str, int] = field(default_factory=dict)
     """Rank of some layers, by name ending or regular expression: `{down_proj: 32}`. Each must match an adapter. Names
     of experts are those of their weights (`mlp.experts.gate_up_proj`), which must have the same rank and alpha."""

@@ -46,12 +46,12 @@ def inject(
     if isinstance(config.target_modules, list):
         lora_targets.check_targets(model, config.target_modules, only)
     settings = _settings(model, config)
+    saved, settings.modules_to_save = settings.modules_to_save or [], None  # trained in place, without peft's copies
     if only is not None:
-        settings.target_modules = lora_targets.selected(only, settings.target_modules)
+        settings.target_modules = lora_targets.selected(only, settings)
         if not settings.target_modules and config.target_modules:
             raise _unsupported_target(model, config, "it matches no layer", no_match=True)
     rows, settings.trainable_token_indices = _rows_of(settings, [*config.trainable_token_indices, *new_rows]), None
-    saved, settings.modules_to_save = settings.modules_to_save or [], None  # trained in place, without peft's copies
     experts, settings.target_parameters = config.target_parameters or settings.target_parameters, None
     _wrap_layers(model, settings, config)
     adapted = [name for name, _ in wrappers(model)]

@@ -16,6 +16,7 @@ from automodel_cli.config.name_patterns import NameList, check_entries, endings,
 from automodel_cli.models import transformers_compat
 
 if TYPE_CHECKING:
+    import peft
     from transformers import PreTrainedModel
 
 # Before transformers 5, experts were linear layers of these names. peft reads them as the fused parameters of today.
@@ -46,11 +47,11 @@ def check_targets(model: nn.Module, targets: list[str], only: Collection[str] | 
     check_entries(listed, lambda entry: any(ends_in(name, entry) for name in names), linear)
 
 
-def selected(names: Collection[str], targets: str | Collection[str] | None) -> list[str]:
-    """Return the names that `target_modules` of peft matches: a regular expression, or endings."""
-    if isinstance(targets, str):
-        return [name for name in names if re.fullmatch(targets, name)]
-    return [name for name in names if any(ends_in(name, ending) for ending in targets or ())]
+def selected(names: Collection[str], settings: peft.LoraConfig) -> list[str]:
+    """Return the names of modules that peft adapts: `target_modules`, without excluded ones and other layers."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    return [name for name in names if check_target_module_exists(settings, name)]
 
 
 def is_linear(module: nn.Module) -> bool:

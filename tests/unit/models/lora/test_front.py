@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import peft
 import pytest
 from torch import nn
@@ -36,9 +38,9 @@ def names_of(part: ModelPart) -> set[str]:
     return of_text | {name for name, _ in lora.wrappers(front.composite)}
 
 
-def names_of_peft(kind: str, targets: str | list[str]) -> set[str]:
+def names_of_peft(kind: str, targets: str | list[str], **options: Any) -> set[str]:
     whole = model_of(kind)
-    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=targets), whole)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=targets, **options), whole)
     return {name for name, _ in lora.wrappers(whole)}
 
 
@@ -49,6 +51,14 @@ def test_peft_wraps_the_same_layers_of_the_composite(kind: str, targets: str):
     assert names_of(part) == names_of_peft(kind, targets)
     trained = {name for name, param in part.named_parameters() if param.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
+
+
+def test_peft_selects_the_same_layers_of_the_composite():
+    """Complete names of modules would adapt all layers, because `peft` does not compare them with the other lists."""
+    targets, options = ["q_proj", "v_proj"], {"layers_to_transform": [1], "exclude_modules": ["v_proj"]}
+    vision = VisionConfig(tower="adapters", projector="frozen")
+    part = adapted("llava", vision, LoRAConfig(rank=4, target_modules=targets, **options))
+    assert names_of(part) == names_of_peft("llava", targets, **options)
 
 
 def test_a_frozen_tower_keeps_layers_with_the_names_of_the_text_model():
