@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 
 def join(key: str, name: object) -> str:
     """Return the path of a key in a section. "" is the root."""
@@ -19,3 +21,16 @@ def value_at(tree: object, key: str, default: object = None) -> object:
             case _:
                 return default
     return tree
+
+
+def values_by_key(tree: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the dotted key and the value of every entry below `key`. Names may be numbers or contain dots."""
+    entries: Iterable[tuple[object, object]] = ()
+    match tree:
+        case dict():
+            entries = tree.items()
+        case list():
+            entries = enumerate(tree)
+    for name, value in entries:
+        yield join(key, name), value
+        yield from values_by_key(value, join(key, name))

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from automodel_cli.config.composition.yaml_marks import read_marks
 from automodel_cli.config.diagnostics import format_value
-from automodel_cli.config.dotted_keys import value_at
+from automodel_cli.config.dotted_keys import values_by_key
 from automodel_cli.runs.index import RunEntry
 
 NOTHING = "-"
@@ -55,11 +55,11 @@ def differences(first: RunEntry, second: RunEntry) -> list[Difference]:
 def config_with_origins(path: Path) -> dict[str, str]:
     """Return key -> `value  (origin)` of a run's `config.yaml`. Values that differ only in origin are equal."""
     marks = read_marks(path)  # raises for an invalid config, with the line
-    config = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    config = dict(values_by_key(OmegaConf.to_container(OmegaConf.load(path), resolve=False)))
     lines = path.read_text(encoding="utf-8").splitlines()
     values = {}
     for mark in marks:
-        value = value_at(config, mark.key)
+        value = config.get(mark.key)
         if isinstance(value, dict) and value:
             continue
         origin = lines[mark.line - 1].rpartition("  # ")[2] if "  # " in lines[mark.line - 1] else ""
