@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -153,8 +153,8 @@ def _excerpt(row: object) -> str:
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
-    """Return whether a value of a row is a number, but not a boolean, infinite or NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a value of a row is a number that a float holds, and not a boolean, infinite or NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_damaged(row: object) -> TypeGuard[RowError]:

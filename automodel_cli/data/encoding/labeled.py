@@ -41,7 +41,7 @@ class LabeledEncoder:
                 if self._padding is not None and ids[-1] == self._padding:
                     raise RowError("ends_with_padding", f"the text ends with the padding token {self._padding}")
                 return Encoded(ids, np.ones(len(ids), np.uint8), targets=self._labels.target(row.label, row.column))
-            case LabeledText(tuple(words)) if self._labels.of_tokens:
+            case LabeledText(tuple(words) | list(words)) if self._labels.of_tokens:
                 of_word = [self._labels.index(tag, row.column) for tag in row.label]
                 ids, spans = self._tokens(" ".join(words))
                 return Encoded(ids, np.ones(len(ids), np.uint8), classes=_of_tokens(words, of_word, spans))

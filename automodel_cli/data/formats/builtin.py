@@ -65,7 +65,10 @@ class Alpaca:
             question = f"{question}\n{extra}"
         answer = row.text("output")
         messages: Messages = []
-        for number, pair in enumerate(row.get("history") or []):
+        history = row.get("history") or []
+        if not isinstance(history, list):
+            raise RowError("bad_history", f"{row.column('history')} is {type(history).__name__}, not a list of pairs")
+        for number, pair in enumerate(history):
             match pair:
                 case [str(asked), str(answered)]:
                     messages += [turn("user", asked), turn("assistant", answered)]

@@ -47,7 +47,7 @@ Document = Conversation | AnsweredPrompt | PlainText
 class LabeledText:
     """A text and its label as the row has it (`data/labels.py` reads it), or words with a label each."""
 
-    text: str | tuple[str, ...]
+    text: str | tuple[str, ...] | list[str]
     label: Any
     column: str = "label"
 

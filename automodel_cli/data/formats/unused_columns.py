@@ -119,7 +119,10 @@ _SYNONYMS = dict.fromkeys(("loss", "mask", "trainable", "loss_weight"), ", or na
 
 def is_empty(value: object) -> bool:
     """Return whether a value is empty. Tables have every key in every row."""
-    return value is None or value in ("", [], {})
+    match value:
+        case str() | list() | dict():
+            return not value
+    return value is None
 
 
 def unused_columns(rows: Sequence[Mapping[str, Any]], read: Collection[str]) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from automodel_cli.config.errors import ConfigError, DataError
@@ -326,6 +327,11 @@ def test_prompt_and_completion_are_turns_with_a_template_and_text_without():
         ),
         (
             "messages",
+            {"messages": [turn("user", "x", vector=np.zeros(2))]},  # a generator may yield arrays
+            "messages[0] has the key 'vector', which neither automodel nor the chat template reads",
+        ),
+        (
+            "messages",
             {"messages": [turn("user", "x", train=True)]},
             "messages[0].train is true, but only assistant messages can be trained (role 'user')",
         ),
@@ -341,6 +347,7 @@ def test_prompt_and_completion_are_turns_with_a_template_and_text_without():
         ("sharegpt", {"conversations": [{"from": "gpt"}]}, "conversations[0].value is NoneType, not text"),
         ("alpaca", {"instruction": "x", "output": None}, "output is NoneType, not text"),
         ("alpaca", {"instruction": "x", "output": ""}, "output is empty"),
+        ("alpaca", {"instruction": "x", "output": "y", "history": 3}, "history is int, not a list of pairs"),
         ("prompt_completion", {"prompt": "x"}, "the column 'completion' for completion is missing (columns: prompt)"),
         ("text", {"text": 5}, "text is int, not text"),
     ],

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from automodel_cli.config.errors import ConfigError, DataError
 from automodel_cli.data.config import DataConfig
-from automodel_cli.data.encoding.labeled import padding_id
+from automodel_cli.data.encoding.labeled import LabeledEncoder, padding_id
+from automodel_cli.data.formats.examples import LabeledText
 from automodel_cli.data.formats.labeled import LabeledTexts
 from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.preparation.inspect_rows import show_rows
@@ -83,6 +84,7 @@ def test_targets(labels, value, target):
         (MULTI, [0, 1, 1], "bad_label", ("[0, 1, 1]",)),
         (NUMBER, "5", "bad_label", ("'5'",)),
         (NUMBER, float("nan"), "bad_label", ("nan",)),
+        pytest.param(NUMBER, 10**400, "bad_label", (), id="beyond-float"),
         (NUMBER, [1.0, 2.0], "bad_label", (2,)),
     ],
 )
@@ -150,6 +152,13 @@ def test_every_token_of_a_word_has_the_tag_of_the_word(tmp_path):
     assert tokenizer.decode(named).strip() == "Zoe"
     assert refused(tmp_path, [{"tokens": ["call", "Zoe"], "tags": ["O"]}], TAGS) == "bad_label"
     assert refused(tmp_path, [{"tokens": ["call", "Zoe"], "tags": ["O", "NAM"]}], TAGS) == "unknown_label"
+
+
+def test_words_of_an_own_format_may_be_a_list():
+    encoder = LabeledEncoder(tiny_tokenizer(), TAGS, add_special_tokens=True)
+    words, tags = ("call", "Zoe"), ["O", "NAME"]
+    of_tuple, of_list = encoder.encode([LabeledText(words, tags), LabeledText(list(words), tags)])
+    assert of_list.classes.tolist() == of_tuple.classes.tolist()
 
 
 def test_inspection_prints_the_labels(tmp_path, capsys):
