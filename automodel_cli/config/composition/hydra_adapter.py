@@ -125,13 +125,14 @@ def sweep_axes(overrides: Sequence[str]) -> tuple[list[SweepAxis], list[str]]:
 
 
 _NEXT = " (next)"
-"""Ends the name of a file that a file of the same name has in its defaults: the one further along the search path."""
+"""Ends the name of a file in the defaults list of a file of the same name, or of a bundled file. The file further along
+the search path is meant."""
 
 
 class _Checked(CachingConfigRepository):
     """Check the size of a file before Hydra composes it: a few lines of YAML can expand beyond the memory. If the
     defaults of a file name the file itself, as `sft.yaml` with `defaults: [sft, _self_]`, the next one of that name is
-    used."""
+    used. Defaults of a bundled recipe are bundled recipes, also if a recipe of the user has the same name."""
 
     def __init__(self, repository: Any, folders: Sequence[Path]):
         super().__init__(repository)
@@ -143,19 +144,28 @@ class _Checked(CachingConfigRepository):
     def load_config(self, config_path: str) -> Any:
         path = config_path.removesuffix(".yaml")
         if path.endswith(_NEXT) and self._next is not None:
-            return self._next.load_config(path.removesuffix(_NEXT))
-        name = f"{path}.yaml"
-        self._num_read += 1
-        check_num_files(self._num_read, name)
-        if file := next((folder / name for folder in self._folders if (folder / name).is_file()), None):
-            check_file(file)
-        loaded = super().load_config(config_path)
-        has_next = any((folder / name).is_file() for folder in self._folders[1:])
-        if loaded is not None and has_next and (self._folders[0] / name).is_file():
-            for default in loaded.defaults_list or ():
-                if isinstance(default, ConfigDefault) and default.path and _named(default.path, path) == path:
+            path = path.removesuffix(_NEXT)
+            loaded, is_first = self._next.load_config(path), False
+        else:
+            self._num_read += 1
+            check_num_files(self._num_read, f"{path}.yaml")
+            if file := next((folder / f"{path}.yaml" for folder in self._folders if _has(folder, path)), None):
+                check_file(file)
+            loaded, is_first = super().load_config(config_path), _has(self._folders[0], path)
+        for default in () if loaded is None else loaded.defaults_list or ():
+            if isinstance(default, ConfigDefault) and default.path:
+                name = _named(default.path, path)
+                if (name == path or not is_first) and self._is_twice(name):
                     default.path += _NEXT
         return loaded
+
+    def _is_twice(self, path: str) -> bool:
+        """Return whether the first folder and a later one have a file of this name."""
+        return _has(self._folders[0], path) and any(_has(folder, path) for folder in self._folders[1:])
+
+
+def _has(folder: Path, path: str) -> bool:
+    return (folder / f"{path}.yaml").is_file()
 
 
 def _named(default: str, within: str) -> str:

@@ -201,6 +201,17 @@ def test_a_file_named_like_the_base_it_starts_from(here: Path) -> None:
     assert compose("sft.yaml", ["optimizer=muon"]).tree["optimizer"]["_target_"].endswith("Muon")
 
 
+@pytest.mark.parametrize("conf", ["sft.yaml", "other.yaml"])
+def test_a_bundled_recipe_is_based_on_bundled_recipes_only(here: Path, conf: str) -> None:
+    """A recipe of the user that has the name of a base of its base replaces nothing."""
+    write(here / "sft.yaml", "defaults: [vlm, _self_]\nseed: 7\n")
+    write(here / "other.yaml", "defaults: [vlm, _self_]\n")
+    composed = compose(conf)
+    assert [file.name for file in composed.files if bundled_recipes.conf_dir() not in file.parents] == [conf]
+    assert composed.tree["_target_"] == "automodel_cli.recipes.vlm.VLMRecipe"
+    assert composed.tree["seed"] == (7 if conf == "sft.yaml" else 0)
+
+
 @pytest.mark.parametrize("files", [{"a": "a"}, {"a": "b", "b": "a"}], ids=["itself", "each other"])
 def test_defaults_that_lead_back_are_refused(here: Path, files: dict[str, str]) -> None:
     for name, base in files.items():
