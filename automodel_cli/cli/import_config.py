@@ -31,7 +31,7 @@ from automodel_cli.config.importer_registry import TABLES
 )
 @click.option(
     "--kind",
-    type=click.Choice(["sft", "dpo", "kd", "grpo", "vlm"]),
+    type=click.Choice(["sft", "dpo", "kd", "grpo", "vlm", "dpo_vlm"]),
     help="Training method.  [default: detected from its keys]",
 )
 def import_config(file: Path, slug: str | None, output: Path | None, gpus: int, kind: str | None) -> None:

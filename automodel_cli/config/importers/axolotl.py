@@ -6,7 +6,7 @@ import re
 
 from automodel_cli.config.importers import hugging_face as hf
 from automodel_cli.config.importers import vision
-from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, none, to
+from automodel_cli.config.importers.framework import WITH_PICTURES, Default, Draft, KeyMapping, Kind, Table, none, to
 
 _FORMATS = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text"}
 _RL: dict[str, Kind] = {
@@ -28,7 +28,7 @@ _INIT = {"true": "default", "pissa_niter_16": "pissa_niter_16"} | {
 
 def _kind(draft: Draft) -> Kind:
     kind = _RL.get(str(draft.get("rl")), "sft")
-    return "vlm" if kind == "sft" and (draft.get("processor_type") or draft.has("image_")) else kind
+    return WITH_PICTURES.get(kind, kind) if draft.get("processor_type") or draft.has("image_") else kind
 
 
 def _together(draft: Draft) -> None:

@@ -15,7 +15,9 @@ from typing import Any, Literal
 from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.dotted_keys import join
 
-Kind = Literal["sft", "dpo", "kd", "grpo", "vlm"]
+Kind = Literal["sft", "dpo", "kd", "grpo", "vlm", "dpo_vlm"]
+WITH_PICTURES: Mapping[Kind, Kind] = {"sft": "vlm", "dpo": "dpo_vlm"}
+"""The kinds that can read pictures, and the base config of each then."""
 _OMIT = object()
 UNKNOWN = "not known to this translation: look for it in `automodel options`"
 
@@ -85,7 +87,7 @@ class Draft:
     source: Mapping[str, object]
     gpus: int
     kind: Kind = "sft"
-    """A draft with pictures is of kind sft: it has the defaults of that kind, and `reads_pictures`."""
+    """A draft with pictures is of kind sft or dpo: it has the defaults of that kind, and `reads_pictures`."""
     reads_pictures: bool = False
     values: dict[str, Any] = field(default_factory=dict)
     options: dict[str, object] = field(default_factory=dict)
@@ -139,7 +141,7 @@ class Draft:
     @property
     def base(self) -> str:
         """Name of the base config."""
-        return "vlm" if self.reads_pictures else self.kind
+        return WITH_PICTURES[self.kind] if self.reads_pictures else self.kind
 
     def is_set(self, ours: str) -> bool:
         return ours in self.values or ours in self.options
@@ -149,8 +151,9 @@ def translate(source: Mapping[str, object], table: Table, gpus: int, kind: Kind 
     """Translate a complete file. Afterwards every leaf is in `done`."""
     draft = Draft(flatten_keys(source), gpus)
     draft.kind = kind or table.kind(draft)
-    if draft.kind == "vlm":
-        draft.kind, draft.reads_pictures = "sft", True
+    for plain, with_pictures in WITH_PICTURES.items():
+        if draft.kind == with_pictures:
+            draft.kind, draft.reads_pictures = plain, True
     table.run_lockstep(draft)
     for key, value in draft.source.items():
         if key not in draft.done:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from automodel_cli.config.importers import hugging_face as hf
 from automodel_cli.config.importers import vision
-from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, none, to
+from automodel_cli.config.importers.framework import WITH_PICTURES, Default, Draft, KeyMapping, Kind, Table, none, to
 
 _LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "hinge": "dpo"}
 _PICTURES = ("image_", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model", "media_dir")
@@ -14,7 +14,7 @@ _STAGES: dict[str, Kind] = {"dpo": "dpo", "kto": "dpo"}
 def _kind(draft: Draft) -> Kind:
     kind = _STAGES.get(str(draft.get("stage")), "sft")
     named = vision.names_vision_model(draft.get("model_name_or_path"), draft.get("template"))
-    return "vlm" if kind == "sft" and (named or any(draft.has(key) for key in _PICTURES)) else kind
+    return WITH_PICTURES[kind] if named or any(draft.has(key) for key in _PICTURES) else kind
 
 
 def _together(draft: Draft) -> None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from automodel_cli.config.importers import hugging_face as hf
 from automodel_cli.config.importers import vision
-from automodel_cli.config.importers.framework import Default, Draft, KeyMapping, Kind, Table, at_default, none, to
+from automodel_cli.config.importers.framework import (
+    WITH_PICTURES,
+    Default,
+    Draft,
+    KeyMapping,
+    Kind,
+    Table,
+    at_default,
+    none,
+    to,
+)
 from automodel_cli.config.importers.trl_grpo import follow_settings, grpo_settings
 
 _PAIRS = (
@@ -47,10 +57,9 @@ def _kind(draft: Draft) -> Kind:
     if draft.get("num_generations") or draft.get("max_completion_length") or draft.get("reward_funcs"):
         return "grpo"
     pairs = any(key in draft.source for key in _PAIRS) or str(draft.get("loss_type")) in _LOSSES
-    if pairs or "beta" in draft.source:
-        return "dpo"
+    kind: Kind = "dpo" if pairs or "beta" in draft.source else "sft"
     named = vision.names_vision_model(draft.get("model_name_or_path"), draft.get("dataset_name"))
-    return "vlm" if named else "sft"
+    return WITH_PICTURES[kind] if named else kind
 
 
 def _together(draft: Draft) -> None:
@@ -83,6 +92,8 @@ def _together(draft: Draft) -> None:
     _streams(draft)
     at_default(draft, _ALWAYS | (_OF_DPO if draft.kind == "dpo" else _OF_GRPO if draft.kind == "grpo" else {}))
     {"sft": _sft, "dpo": _dpo, "grpo": grpo_settings}[draft.kind](draft, ranks)
+    if draft.kind != "grpo" and draft.source.get("max_length", 0) is None:
+        _uncut(draft)
 
 
 def _streams(draft: Draft) -> None:
@@ -123,6 +134,13 @@ def _sft(draft: Draft, ranks: int) -> None:
             "completion_only_loss",
             note=f"{what} completion: set assistant for such rows (and ours is assistant by default)",
         )
+
+
+def _uncut(draft: Draft) -> None:
+    """Lose no row if `max_length` is null, which means no limit there."""
+    draft.put("data.truncation", "error", "max_length", note="no row is cut there, so a longer one is an error")
+    draft.put("data.seq_len", 2048, "max_length", note="null has no limit there")
+    draft.undecided.append("max_length=null: set data.seq_len to the tokens of the longest row")
 
 
 def _dpo(draft: Draft, ranks: int) -> None:

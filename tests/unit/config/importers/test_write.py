@@ -70,7 +70,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "trl_vision.yaml": {
         "_target_": "automodel_cli.recipes.vlm.VLMRecipe",
         "data.loss_mask": "assistant",
-        "data.seq_len": 1024,
+        "data.truncation": "error",  # max_length: null cuts no row there
+        "data.seq_len": 2048,
         "train.global_batch_size": 512,  # 8 x 8 x 8
         "model.vision.tower": DEFAULT,
     },
@@ -675,6 +676,22 @@ def test_adapters_freeze_tower_and_projector_and_a_file_that_trains_them_is_to_d
     (tmp_path / "ours.yaml").write_text(translated)
     vision = compose(str(tmp_path / "ours.yaml")).tree["model"]["vision"]
     assert (vision["tower"], vision["projector"]) == ("frozen", "frozen")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "was", "now"),
+    [
+        ("llama_factory_vision.yaml", "stage: sft", "stage: dpo"),
+        ("trl_vision.yaml", "max_length: null", "beta: 0.1"),
+        ("axolotl_vision.yaml", "processor_type: AutoProcessor", "processor_type: AutoProcessor\nrl: dpo"),
+    ],
+)
+def test_preferences_of_a_vision_model_read_pictures(tmp_path: Path, theirs: str, was: str, now: str) -> None:
+    (tmp_path / "ours.yaml").write_text(translated(tmp_path, theirs, was, now))
+    tree = compose(str(tmp_path / "ours.yaml")).tree
+    assert tree["_target_"] == "automodel_cli.recipes.dpo.DPORecipe"
+    assert tree["model"]["vision"] is not None
+    assert tree["data"]["truncation"] == "drop"
 
 
 def test_distillation_of_nemo_automodel_keeps_its_teacher_and_its_ratio(tmp_path: Path) -> None:
