@@ -39,6 +39,20 @@ class LocalStages:
     stages: list[Stage]
     with_table: set[int]
 
+    def check_frozen(self, rank: int) -> None:
+        """Raise RuntimeError if a stage trains parameters that were frozen when the stages were planned.
+
+        Later stages compute no gradients for them.
+        """
+        for index, part in zip(self.plan.of_rank(rank), self.parts, strict=True):
+            is_before_backward = index + 1 < self.plan.num_stages and not self.plan.sends_gradients(index + 1)
+            trained = (name for name, param in part.named_parameters() if param.requires_grad)
+            if is_before_backward and (name := next(trained, None)) is not None:
+                raise RuntimeError(
+                    f"{name} is trained, but stage {index} and all before it were frozen when the pipeline was built: "
+                    "set requires_grad before build(model)"
+                )
+
 
 @dataclass(frozen=True)
 class StageBuilder:

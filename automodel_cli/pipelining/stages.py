@@ -136,6 +136,7 @@ class PipelineStages:
             )
         with self._spelling():
             runtime = self._runtime(len(batches), train=True)
+        self._local_stages().check_frozen(self._axes.group.rank())
         plain, tied = self._plain_parameters(), self._tied_copies()
         # Two calls without an optimizer step between them: without this, the second call would reduce the first
         # gradients again.
