@@ -63,7 +63,12 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and module not in inside:
             layers.append(module)
             inside.update(module.modules())
-    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
+    of_adapters = {child for module in model.modules() if hasattr(module, "lora_A") for child in module.children()}
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and module not in of_adapters
+    ]
     is_empty_stage = bool(lists) and not any(True for entries in lists for _ in entries.parameters())
     if not layers and not is_empty_stage:
         raise ConfigError(
