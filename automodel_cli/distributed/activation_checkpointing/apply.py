@@ -90,6 +90,9 @@ def apply_activation_checkpointing(
         recompute: Callable[..., object] = functools.partial(checkpoint, use_reentrant=False, **keywords)
         if compile_backend is not None:
             recompute = functools.partial(_compiled_inside, recompute, torch.compile(_call, backend=compile_backend))
+        if mode == "selective":
+            for adapter in (module for module in layer.modules() if hasattr(module, "lora_A")):
+                set_attributes(adapter, keeps_products=True)
         # The library's own switch, read in its forward.
         set_attributes(layer, gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
 

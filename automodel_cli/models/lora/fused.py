@@ -99,7 +99,7 @@ class _FusedLoRA(AdapterLayer):
             # `addmm` adds in the GEMM: y is read and written once, and no `s h B^T` of size [T, O] is stored.
             y_TO = torch.addmm(y_TO, h_TR, up.t(), alpha=scale)
         elif shares:
-            y_TO = _Up.apply(x_TI, gradient, base.weight, base.bias, h_TR, up, scale)
+            y_TO = _Up.apply(x_TI, gradient, base.weight, base.bias, h_TR, up, scale, self.keeps_products)
         else:
             y_TO = F.linear(x_TI, base.weight, base.bias)
             add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_
@@ -233,10 +233,12 @@ class _Up(Function):
         h_TR: Tensor,
         up_OR: Tensor,
         scale: float,
+        keeps_products: bool,
     ) -> Tensor:
         ctx.save_for_backward(weight_OI, h_TR, up_OR)
         ctx.gradient, ctx.scale = gradient, scale
-        return F.linear(x_TI, weight_OI, bias_O).addmm_(h_TR, up_OR.t(), alpha=scale)
+        add = torch.addmm if keeps_products else Tensor.addmm_
+        return add(F.linear(x_TI, weight_OI, bias_O), h_TR, up_OR.t(), alpha=scale)
 
     @staticmethod
     @once_differentiable
@@ -247,4 +249,4 @@ class _Up(Function):
         # With beta=0, the first argument is not read.
         grad_h_TR = torch.addmm(h_TR, grad_TO, up_OR, beta=0, alpha=ctx.scale)
         grad_up_OR = torch.addmm(up_OR, grad_TO.t(), h_TR, beta=0, alpha=ctx.scale)
-        return None, None, None, None, grad_h_TR, grad_up_OR, None
+        return None, None, None, None, grad_h_TR, grad_up_OR, None, None

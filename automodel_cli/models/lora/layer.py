@@ -33,6 +33,8 @@ class AdapterLayer(nn.Module):
     lora_variant: Mapping[str, object]
     disable_adapters: bool
     merged: bool
+    keeps_products: bool = False
+    """Whether selective checkpointing saves the results of GEMMs. A saved result must not change in place."""
 
     if TYPE_CHECKING:
 

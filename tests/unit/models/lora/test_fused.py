@@ -8,8 +8,8 @@ import peft
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
+from automodel_cli.distributed.activation_checkpointing.apply import apply_activation_checkpointing
 from automodel_cli.distributed.wgrad_fusion.linear import single_backward
 from automodel_cli.models.lora import adapters as lora
 from automodel_cli.models.lora import fused as lora_fused
@@ -72,14 +72,12 @@ def test_the_values_without_gradients_are_those_of_training():
     assert torch.equal(off, build_hf("llama")(input_ids=IDS, use_cache=False).logits)
 
 
-def test_recomputed_layers_have_the_same_gradients():
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_layers_have_the_same_gradients(mode: str):
     model = adapted("llama")
     want = gradients(model)
     model.zero_grad()
-    for layer in model.model.layers:
-        layer.forward = (lambda inner: lambda *args, **kw: checkpoint(inner, *args, use_reentrant=False, **kw))(
-            layer.forward
-        )
+    apply_activation_checkpointing(list(model.model.layers), mode)
     got = gradients(model)
     assert all(torch.equal(got[name], want[name]) for name in want)
 
