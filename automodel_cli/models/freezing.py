@@ -40,7 +40,6 @@ def freeze(part: ModelPart, selection: Selection) -> None:
             keys=keys,
             fix="train.freeze=[]",
         )
-    part.may_train_nothing = True
 
 
 def trained_work(part: ModelPart, *, logits: bool) -> tuple[int, int]:

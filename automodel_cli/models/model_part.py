@@ -57,7 +57,7 @@ class ModelPart(nn.Module):
         two_way: set if tokens of a picture see each other in both directions.
         front_keys: parameter of the front end (named as in the composite) -> key of the checkpoint.
         quantization: settings of fake-quantized layers. A pipeline stage may have none of these layers.
-        may_train_nothing: a stage may have no trained parameter, because some were frozen by name.
+        may_train_nothing: a pipeline stage without trained parameters is valid, because another stage has some.
         unties_head: an adapter changes a head that is tied to the embedding, so exports and replicas need an untied
             config (`untied`).
     """

@@ -74,6 +74,7 @@ def cut_stage(
     stage.streams = anatomy.streams
     stage.holds_depths, stage.follows_depths = holds_depths, follows_depths
     stage.ready = ready
+    stage.may_train_nothing = any(param.requires_grad for param in part.parameters())
     if not holds_depths:
         stage.multi_token = None
     if ready.inner:

@@ -7,11 +7,14 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from automodel_cli.config.errors import ConfigError, RunError
-from automodel_cli.config.parameter_patterns import Selection
+from automodel_cli.config.parameter_patterns import EVERYTHING, Selection
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.freezing import freeze
+from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.pipelining.cut.cut_stage import cut_stage
+from automodel_cli.pipelining.cut.split_check import check_split
 from automodel_cli.training.checkpoint.state_dict import check_same_frozen
 from automodel_cli.training.optimizers.nodes import AdamW
 from tests import tiny
@@ -59,11 +62,16 @@ def test_what_selects_nothing_is_refused(selection, code, fix):
     assert (refusal.value.code, refusal.value.fix) == (code, fix)
 
 
-def test_a_stage_without_trained_parameters_has_an_optimizer_and_a_whole_frozen_model_none():
-    part = _part()
-    freeze(part, Selection(("layers",)))
-    part.requires_grad_(False)  # as on a stage whose layers are all frozen
-    optimizer = AdamW(lr=1e-3).build([part])
+@pytest.mark.parametrize(
+    ("selection", "lora"), [(Selection((), ("layers.3",)), None), (EVERYTHING, LoRAConfig(layers_to_transform=[3]))]
+)
+def test_a_stage_without_trained_parameters_has_an_optimizer_and_a_whole_frozen_model_none(
+    selection: Selection, lora: LoRAConfig | None
+):
+    part = build_part(ModelConfig(config=tiny.tiny_fields("llama", tie_word_embeddings=False), lora=lora))
+    freeze(part, selection)
+    stage = cut_stage(part, check_split(part.model), layers=range(2), is_first=True, is_last=False)
+    optimizer = AdamW(lr=1e-3).build([stage])
     optimizer.step()
     assert not optimizer.state and [group["params"] for group in optimizer.param_groups] == [[]]
     with pytest.raises(ConfigError) as refusal:
