@@ -51,7 +51,7 @@ def fits(value: object, hint: object) -> bool:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(hint))
     if protocols := protocol_members(origin):
         return all(hasattr(value, name) for name in protocols[origin])
-    if origin is Any or not isinstance(origin, type):
+    if origin in (Any, object) or not isinstance(origin, type):
         return True  # an annotation that values cannot be compared with
     match value:
         case None:

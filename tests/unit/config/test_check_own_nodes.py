@@ -169,6 +169,12 @@ def test_a_tracker_that_is_none_is_answered_with_the_nearest() -> None:
     assert "logging.trackers.0=wandb" in str(caught.value)
 
 
+def test_an_object_may_have_any_type() -> None:
+    values = {"a": "add", "b": 7, "c": True, "d": None, "e": ["add", False], "f": {"of": [1.5]}}
+    override = "rewards.exact.filter={a: add, b: 7, c: true, d: null, e: [add, false], f: {of: [1.5]}}"
+    assert build("quickstart_grpo", override).rewards["exact"].filter == values
+
+
 OWN = "rewards.own={_target_: mine.Scores}"
 
 
