@@ -7,6 +7,7 @@ together. `TokenBlend` keeps given shares of the tokens at every position.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -59,7 +60,7 @@ def row_stream(
         return EpochStream(order, mixture.epochs)
     phases = [(step * rows_per_step, shares) for step, shares in mixture.phases]
     counts = [len(of) for of in lengths], [int(of.sum()) for of in lengths]
-    return TokenBlend(order, lengths, phases, max(1, round(sum(mixture.rows_per_epoch(*counts)))))
+    return TokenBlend(order, lengths, phases, max(1, round(math.fsum(mixture.rows_per_epoch(*counts)))))
 
 
 class _Order:
