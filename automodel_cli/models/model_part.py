@@ -77,6 +77,7 @@ class ModelPart(nn.Module):
         self.value_head: ValueHead | None = None
         self.multi_token: MultiToken | None = None
         self.depth_names: DepthNames | None = None
+        self._whole_dtype: torch.dtype = model.dtype
         self.hub_dtype = hub_dtype or model.dtype
         self.source_config = source_config or copy.deepcopy(model.config)
         self.unclaimed: tuple[str, ...] = ()
@@ -165,6 +166,11 @@ class ModelPart(nn.Module):
     def models(self) -> list[nn.Module]:
         """The text model, and the rest of a vision-language model if this rank has it."""
         return [self.model] if self.front is None else [self.model, self.front.composite]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the parameters. For a pipeline stage without any, it is that of the complete model."""
+        return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), self._whole_dtype)
 
     def add_value_head(self, num_outputs: int = 1) -> None:
         """Add a value head. `load_weights` fills the new parameters."""

@@ -98,7 +98,8 @@ class StageBuilder:
         return LocalStages(plan, parts, self._make_stages(part, parts, plan, math.prod(anatomy.streams)), copies)
 
     def _parallelize(self, part: StagePart, parallelize_fn: ParallelizeFn | None, plan: StagePlan) -> StagePart:
-        if not any(p.is_meta for p in part.parameters()):
+        # A stage may have buffers only (rotary tables).
+        if not any(tensor.is_meta for tensor in (*part.parameters(), *part.buffers())):
             part.to(self.device)
         result = parallelize_fn and parallelize_fn(part, **self.axes.keywords())
         if isinstance(result, DistributedDataParallel):

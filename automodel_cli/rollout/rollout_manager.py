@@ -232,7 +232,7 @@ class Rollouts(Callback):
         parts = self.model.parts
         stream = iter_hf_weights(
             parts,
-            dtype=parts[0].model.dtype,
+            dtype=parts[0].dtype,
             hub_names=self._source.engine.capabilities.hub_names,
             pp_group=self.model.pp_group,
         )

@@ -30,6 +30,8 @@ from tests.tiny import packed_batch, tiny_fields, token_row
 pytestmark = pytest.mark.slow
 
 STEPS, ROWS = 3, 4
+LAYOUTS = {3: "Etttt||L"}
+"""By stages. The middle one has no parameters."""
 
 
 def _row(index: int) -> Batch:
@@ -41,7 +43,7 @@ def _stages(mesh: Mesh, model: ModelConfig, schedule: str, parallelizer: Any) ->
     if mesh.layout.pp == 1:
         stages: Stages = SingleStage(parallelize(part, mesh, parallelizer))
     else:
-        config = PipelineConfig(schedule=schedule)
+        config = PipelineConfig(schedule=schedule, layout=LAYOUTS.get(mesh.layout.pp))
         stages = build_stages(part, mesh, config, parallelizer, num_microbatches=ROWS // mesh.dp_size)
     for local in stages.parts:
         load_weights(local, model, device=mesh.device, seed=3)
@@ -92,6 +94,10 @@ def _compare(
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", *slow("interleaved_1f1b")])
 def test_two_stages_train_like_one_process(schedule: str):
     _compare(2, 2, schedule, tied=schedule != "1f1b")
+
+
+def test_a_stage_without_parameters_trains_like_one_process():
+    _compare(3, 3, "1f1b")
 
 
 def test_stages_and_data_parallelism_train_like_one_process():

@@ -33,7 +33,7 @@ class HeldOutQuestions:
         )
 
         parts = session.model.parts
-        weights = iter_hf_weights(parts, dtype=parts[0].model.dtype, hub_names=False, pp_group=session.model.pp_group)
+        weights = iter_hf_weights(parts, dtype=parts[0].dtype, hub_names=False, pp_group=session.model.pp_group)
         if not session.is_main:
             for _ in weights:  # the stream is collective: every rank must exhaust it
                 pass

@@ -234,7 +234,8 @@ class Muon(HasGroups):
             },
             decay_embeddings=self.decay_embeddings,
             rates=self.rates(parts),
-            device=next(param.device for part in parts for param in part.parameters()),
+            # A pipeline stage may have buffers only.
+            device=next(tensor.device for part in parts for tensor in (*part.parameters(), *part.buffers())),
         )
 
     def state_bytes(self, item: TrainableParam, numel: int) -> float:

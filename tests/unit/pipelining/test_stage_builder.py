@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
 from automodel_cli.config.parameter_patterns import Selection
 from automodel_cli.models.builder import build_part
+from automodel_cli.models.checkpoint_io.load import load_weights
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.freezing import freeze
 from automodel_cli.pipelining.config import PipelineConfig
@@ -13,6 +17,7 @@ from automodel_cli.pipelining.cut.cut_stage import cut_stage
 from automodel_cli.pipelining.cut.split_check import check_split
 from automodel_cli.pipelining.cut.stage_plan import plan_stages
 from automodel_cli.pipelining.stage_builder import LocalStages
+from automodel_cli.training.optimizers.nodes import AdamW, Muon
 from tests.tiny import tiny_fields
 
 
@@ -32,3 +37,14 @@ def test_a_stage_that_was_frozen_when_it_was_planned_cannot_be_trained():
     cut[2].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"layers\.2\..* is trained, but stage 2 "):
         first.check_frozen(0)
+
+
+@pytest.mark.parametrize("build", [AdamW(lr=1e-3).build, Muon(lr=1e-3).build])
+def test_a_stage_without_parameters_is_allocated_and_has_an_optimizer(build: Callable[..., torch.optim.Optimizer]):
+    config = ModelConfig(config=tiny_fields("llama", num_hidden_layers=2), dtype="bfloat16")
+    part = build_part(config)
+    stage = cut_stage(part, check_split(part.model), layers=range(2, 2), is_first=False, is_last=False)
+    assert not list(stage.parameters()) and stage.dtype == torch.bfloat16
+    load_weights(stage, config, device="cpu", seed=0)
+    assert {buffer.device.type for buffer in stage.buffers()} == {"cpu"}
+    build([stage]).step()

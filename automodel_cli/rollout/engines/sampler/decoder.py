@@ -162,7 +162,7 @@ class Decoder:
 
     def _receive(self, input_ids_BT: Tensor, index: int) -> Tensor:
         config = self.parts[0].model.config.get_text_config()
-        dtype = self._hidden_dtype or self.parts[0].model.dtype
+        dtype = self._hidden_dtype or self.parts[0].dtype
         hidden_BTD = torch.empty(*input_ids_BT.shape, config.hidden_size, dtype=dtype, device=self.device)
         assert self.pp_group is not None
         dist.recv(hidden_BTD, group=self.pp_group, group_src=self.stages[index].owner)
