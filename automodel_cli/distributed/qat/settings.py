@@ -45,4 +45,5 @@ class FakeQuantization:
             return weight
         a, b = (matrix.to(self.compute_dtype).float() for matrix in (low_rank.a_RI, low_rank.b_OR))
         with torch.autocast(weight.device.type, enabled=False):
-            return torch.addmm(weight.float(), b, a, alpha=low_rank.scale).to(self.compute_dtype)
+            # A batch of one, because selective checkpointing would save the result of another GEMM (`KEPT_RESULTS`).
+            return torch.baddbmm(weight.float()[None], b[None], a[None], alpha=low_rank.scale)[0].to(self.compute_dtype)

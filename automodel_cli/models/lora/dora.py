@@ -135,8 +135,10 @@ def _squares(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Ten
     a_RI = a_RI.to(wide) * scale
     rows = max(1, _CHUNK // max(weight_OI.shape[1], 1))
     chunks = zip(weight_OI.split(rows), b_OR.split(rows), strict=True)
-    # 16.8 million elements at a time: 64 MiB in float32, instead of a float32 copy of the weight.
-    return torch.cat([torch.addmm(own.to(wide), of_b.to(wide), a_RI).square_().sum(1) for own, of_b in chunks])
+    # 16.8 million elements at a time: 64 MiB in float32, instead of a float32 copy of the weight. A batch of one,
+    # because selective checkpointing saves the results of other GEMMs (`KEPT_RESULTS`), which must not change.
+    sums = (torch.baddbmm(own.to(wide)[None], of_b.to(wide)[None], a_RI[None])[0] for own, of_b in chunks)
+    return torch.cat([rows_OI.square_().sum(1) for rows_OI in sums])
 
 
 def full_weight(layer: AdapterLayer) -> Tensor:

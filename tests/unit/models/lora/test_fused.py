@@ -72,9 +72,10 @@ def test_the_values_without_gradients_are_those_of_training():
     assert torch.equal(off, build_hf("llama")(input_ids=IDS, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("fields", [{}, {"use_dora": True}], ids=["lora", "dora"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recomputed_layers_have_the_same_gradients(mode: str):
-    model = adapted("llama")
+def test_recomputed_layers_have_the_same_gradients(mode: str, fields: dict[str, bool]):
+    model = adapted("llama", fused=not fields, **fields)
     want = gradients(model)
     model.zero_grad()
     apply_activation_checkpointing(list(model.model.layers), mode)
