@@ -241,10 +241,15 @@ def load_tokenizer(config: _ModelSection) -> PreTrainedTokenizerBase:
         return _load(str(file.parent), file.name, None, False)
     if config.pretrained is not None:
         return _load(config.pretrained, config.gguf_file, config.revision, config.trust_remote_code)
-    raise ConfigError(
-        "tokenizer is required with model.config, because random weights come without a tokenizer",
+    raise no_tokenizer()
+
+
+def no_tokenizer() -> ConfigError:
+    """Return the error for a model section with neither a tokenizer nor weights that have one."""
+    return ConfigError(
+        "model.tokenizer is required with model.config, because random weights come without a tokenizer",
         code="missing_key",
-        keys=("tokenizer",),
+        keys=("model.tokenizer",),
         fix="model.tokenizer='{_target_: automodel_cli.models.tokenizer.ByteTokenizer}'",
     )
 

@@ -393,6 +393,8 @@ class DataBuilder:
                 keys=("data.cross_documents",),
                 fix="data.cross_documents=false",
             )
+        long = LongReport(**counts["long"])
+        long.check_kept(part.source.name, counts["num_documents"])
         joins = len(store.offsets) - 1 - store.num_rows if config.cross_documents else 0
         report = SourceReport(
             name=part.source.name,
@@ -412,7 +414,7 @@ class DataBuilder:
             seq_len=config.seq_len,
             num_packed_rows=store.num_rows,
             fill=counts["fill"],
-            long=LongReport(**counts["long"]),
+            long=long,
             use=config.mixture().describe(part.number) if part.number >= 0 else "",
             built=part.built or built,
             unrolled=UnrolledReport(**meta["unrolled"]),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from automodel_cli.config.errors import DataError
+
 MANY = 0.01
 """Skipping a larger fraction of the rows than this logs a separate warning."""
 KEEP_MOST = 0.95
@@ -56,6 +58,17 @@ class LongReport:
         why = "longer than a row" if self.choice == "drop" else "without a trained token in their first row"
         share = f"{100 * gone / total:.0f}% of the documents ({gone:,} of {total:,})"
         return f"{share} are left out, {why} of {self.seq_len}: {keep}"
+
+    def check_kept(self, name: str, total: int) -> None:
+        """Raise DataError if every document of the dataset `name` is dropped."""
+        if self.choice == "drop" and self.num_documents == total:
+            raise DataError(
+                f"all {total:,} documents of {name} are longer than data.seq_len={self.seq_len} and dropped; the "
+                f"longest has {self.longest:,} tokens",
+                code="not_enough_rows",
+                keys=("data.seq_len",),
+                fix=f"data.seq_len={round_length(self.longest)}",
+            )
 
 
 @dataclass(frozen=True)

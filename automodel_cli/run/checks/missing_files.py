@@ -9,6 +9,7 @@ from pathlib import Path
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.models.config import ModelConfig
+from automodel_cli.models.tokenizer import no_tokenizer
 from automodel_cli.run.checks.cross_section_checks import check_exported
 
 
@@ -27,6 +28,8 @@ def missing_files(model: ModelConfig, data: DataConfig) -> Iterator[ConfigError]
     for section, name, path, split in paths:
         if (error := _missing_data(section, name, path, split)) is not None:
             yield error
+    if data.media_dir is not None and not Path(data.media_dir).is_dir():
+        yield _no_such("data.media_dir", data.media_dir)
     template = data.chat_template
     if template is not None and template.endswith(".jinja") and "{" not in template and not Path(template).is_file():
         yield _no_such("data.chat_template", template)
@@ -68,6 +71,8 @@ def _of_model(model: ModelConfig) -> Iterator[ConfigError]:
         yield _no_such("model.gguf_file", model.gguf_file)
     if isinstance(model.tokenizer, str) and looks_local(model.tokenizer) and not Path(model.tokenizer).exists():
         yield _no_such("model.tokenizer", model.tokenizer)
+    if model.tokenizer is None and model.pretrained is None and model.gguf_file is None:
+        yield no_tokenizer()
 
 
 def _has_gguf(pretrained: str | None, gguf_file: str) -> bool:

@@ -118,7 +118,7 @@ def test_what_the_model_section_may_name(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     assert len(load_tokenizer(random_model(tokenizer=str(tmp_path)))) == len(tokenizer)
     assert len(load_tokenizer(random_model(tokenizer=ByteTokenizer(words=())))) == 262
-    with raises(ConfigError, "missing_key", keys=("tokenizer",)) as error:
+    with raises(ConfigError, "missing_key", keys=("model.tokenizer",)) as error:
         load_tokenizer(random_model())
     assert "ByteTokenizer" in str(error.value.fix)
     (tmp_path / "empty").mkdir()

@@ -79,6 +79,9 @@ def test_split_documents_lose_only_the_labels_at_their_cuts_and_pieces_without_l
     dropped = prepare_data(replace(config, seq_len=64, truncation="drop"), tiny_tokenizer(), seed=0).report.train[0]
     assert 0 < dropped.long.num_documents < len(CHATS)
     assert dropped.long.tokens_lost == dropped.long.num_tokens > 0
+    enough = f"data.seq_len={-(-dropped.long.longest // 64) * 64}"
+    with raises(DataError, "not_enough_rows", keys=("data.seq_len",), values=(8,), fix=enough):
+        prepare_data(replace(config, seq_len=8, truncation="drop"), tiny_tokenizer(), seed=0)
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "wrapped", "none"])
