@@ -15,9 +15,10 @@ from automodel_cli.config.fix_syntax import word
 from automodel_cli.distributed import process_group
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.evaluation import reporting
-from automodel_cli.evaluation.config import EvalConfig
+from automodel_cli.evaluation.config import EvalConfig, EvalTask
 from automodel_cli.evaluation.eval_model import EvalModel
 from automodel_cli.evaluation.scores import TaskScores
+from automodel_cli.evaluation.task_errors import errors_of
 from automodel_cli.models.tokenizer import load_tokenizer
 from automodel_cli.run.checkpoint_selection import chosen_checkpoint
 from automodel_cli.run.recipe import Recipe
@@ -34,6 +35,11 @@ class Target:
     label: str
     recipe: Recipe
     checkpoint: Path | None = None
+
+
+def _run(name: str, task: EvalTask, candidate: EvalModel) -> TaskScores:
+    with errors_of(f"tasks.{name}"):
+        return task.run(candidate)
 
 
 def eval_model_of_run(recipe: Recipe, run_dir: Path, choice: str | None = None) -> Target:
@@ -87,7 +93,7 @@ def evaluate(config: EvalConfig, targets: Sequence[Target], run_dir: Path, out: 
             tokenizer = load_tokenizer(target.recipe.model)
             candidate = EvalModel.build(target.label, target.recipe, mesh, tokenizer, run_dir, target.checkpoint)
             with candidate.at_exit:
-                scores[target.label] = {name: task.run(candidate) for name, task in config.tasks.items()}
+                scores[target.label] = {name: _run(name, task, candidate) for name, task in config.tasks.items()}
             del candidate
             gc.collect()
         if is_main:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.evaluation.config import Generation, Prepared
 from automodel_cli.evaluation.settings import refuse_samples
+from automodel_cli.evaluation.task_errors import errors_of
 from automodel_cli.training.callback import Callback, Run
 
 if TYPE_CHECKING:
@@ -85,9 +86,10 @@ class ValidationTasks(Callback):
 
         self._tasks = session.recipe.validation.tasks
         self._candidate: EvalModel = EvalModel.of_session(session)
-        for task in self._tasks.values():
+        for name, task in self._tasks.items():
             if isinstance(task, Prepared):
-                task.prepare(self._candidate)
+                with errors_of(f"validation.tasks.{name}"):
+                    task.prepare(self._candidate)
 
     def on_validation(self, run: Run, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Collective."""

@@ -69,7 +69,10 @@ class AllowedKeys:
                 why = PREFERENCES.get(column, "it would have no effect")
                 fix = f"data.ignored_columns=[{column}] to train without it"
                 if column in MEDIA:  # the placeholders in the text would be trained literally
-                    why = "only recipes of kind vlm read pictures, and <image> would be trained as text"
+                    why = (
+                        "recipes of kind vlm, dpo recipes with model.vision={} and evaluation tasks with pictures=true "
+                        "read pictures, and here <image> would be text"
+                    )
                     fix = "data.on_invalid_row=drop data.max_invalid_fraction=1   (skips the rows that have it)"
                 raise RowError(
                     "unread_column", f"the row has the column {column!r}, which {reader} does not read: {why}", fix=fix

@@ -85,11 +85,12 @@ def _content_of_text(value: str, folder: str) -> tuple[bytes, str | None]:
     # The base64 text of a JPEG begins with `/9j/`, as a path could.
     if len(value) >= _SHORTEST_BASE64 and not len(value) % 4 and _BASE64.fullmatch(value):
         return _decoded(value), None
+    is_relative = not os.path.isabs(value)
     raise RowError(
         "no_picture",
-        f"the picture {value[:80]} {'is a folder' if os.path.isdir(path) else 'does not exist'} "
-        f"(data.media_dir={folder or '.'})",
-        fix="data.media_dir=<folder of the pictures>",
+        f"the picture {value[:80]} {'is a folder' if os.path.isdir(path) else 'does not exist'}"
+        f"{f' (data.media_dir={folder})' if folder and is_relative else ''}",
+        fix="data.media_dir=<folder of the pictures>" if is_relative else None,
         file=path,
     )
 

@@ -113,8 +113,16 @@ def test_base64_of_a_jpeg_is_no_path(tmp_path: Path):
     ],
 )
 def test_what_is_no_picture_is_refused(value: object, code: str):
-    with raises(RowError, code):
+    with raises(RowError, code) as error:
         read_picture(value, "", MOST)
+    assert "media_dir" not in error.value.message  # no folder is set, as in a chat
+
+
+@pytest.mark.parametrize(("path", "is_relative"), [("missing.png", True), ("/missing.png", False)])
+def test_only_relative_paths_depend_on_the_folder(path: str, is_relative: bool):
+    with raises(RowError, "no_picture") as error:
+        read_picture(path, "pictures", MOST)
+    assert ("data.media_dir=pictures" in error.value.message) == (error.value.fix is not None) == is_relative
 
 
 def test_rgb_of_a_stream_that_pil_reads_lazily():
