@@ -216,7 +216,7 @@ def _causal_class(
             )
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = _apply(kind, self.lm_head(output[0][:, kept, :]))
-            kept_caches = {name: output[name] for name in caches if name in output}
+            kept_caches = {name: output[name] for name in output if name in caches}  # `in output` logs old names
             return CausalLMOutputWithPast(logits=logits, **kept_caches)
 
     # The library looks up experts, attention and checkpoint names by the module of a class.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,11 @@ def _convert_linear(model: PreTrainedModel, config: QATConfig, read_dtype: torch
     for name, module in quantized.items():
         _check_experts(model, name, module, config)
     if not chosen and not quantized:
-        raise _refused(f"{type(model).__name__} has {len(candidates)} linear layers in decoder layers{left}")
+        reason = f"{type(model).__name__} has {len(candidates)} linear layers in decoder layers{left}"
+        by_default = replace(config, group_size=None)
+        if all(_why_not(name, child, by_default, unread, gates) for name, child in candidates.items()):
+            raise _refused(reason)
+        raise _refused(reason, key="qat.group_size", fix="model.qat.group_size=null")
     weights = Format(config.weight_dtype, config.weights_per_scale)
     activations = None if config.activation_dtype == "none" else Format(config.activation_dtype)
     # Listed in the export as exceptions. Engines read all other linear layers as quantized.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from automodel_cli.models.hub import composite_text
 from automodel_cli.models.lm_head.detection import detect_head
 from automodel_cli.models.lm_head.scores import HeadKind
 from automodel_cli.models.model_part import ModelPart
+from automodel_cli.models.transformers_compat import CACHE_ARGUMENTS
 from tests import vision
 from tests.tiny import gradient_error, gradients, packed_batch, perturb, token_row
 
@@ -126,6 +128,14 @@ def test_packed_text_has_the_loss_and_gradients_of_the_composite(
     assert gradient_error(expected, gradients(part.model.base_model)) < gradient_bound
     head = gradients(whole.get_output_embeddings())
     assert gradient_error(head, gradients(part.model.get_output_embeddings())) < gradient_bound
+
+
+def test_the_forward_does_not_use_the_old_name_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    part, warnings = text_part(composite_of("qwen3_vl"), tmp_path), []
+    monkeypatch.setattr(logging.Logger, "warning_once", lambda logger, message: warnings.append(message))
+    output = part.model(input_ids=token_row(9, 0)[None], use_cache=True)
+    assert any(output[name] is not None for name in output if name in CACHE_ARGUMENTS)
+    assert warnings == []
 
 
 @pytest.mark.parametrize("kind", UNSCALED)

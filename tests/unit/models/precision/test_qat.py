@@ -69,8 +69,12 @@ def test_layers_whose_inputs_are_no_multiple_of_a_group_are_left_alone_and_count
         part = part_of(intermediate_size=72)
     assert not any(name.endswith("down_proj") for name in chosen(part))
     assert re.search(r"qat int4: 24 linear layers; not 4 with 72 inputs", caplog.text)
-    with raises(ConfigError, "not_supported_by_model", keys=("qat",), fix="model.qat=null"):
+    with raises(ConfigError, "not_supported_by_model", keys=("qat.group_size",), fix="model.qat.group_size=null"):
         part_of(qat=replace(PLAIN, group_size=7))
+    with raises(ConfigError, "not_supported_by_model", keys=("qat",), fix="model.qat=null"):
+        part_of(
+            qat=replace(PLAIN, exclude_modules=[f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")])
+        )
 
 
 @pytest.mark.parametrize(
