@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAINED, MASKED, BOXED = "green", "dim", "reverse"
+MOST_REPEATED = 16
+"""Longer runs of one special token are printed as the token and its number: a picture has hundreds."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,15 @@ def stretches(ids: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokeniz
         yield Stretch(visible(text), bool(trained[a]), bool(special[a]))
 
 
+def _shortened(pieces: Iterator[Stretch]) -> Iterator[Stretch]:
+    for piece, run in itertools.groupby(pieces):
+        same = list(run)
+        if piece.special and len(same) > MOST_REPEATED:
+            yield replace(piece, text=f"{piece.text} (x {len(same):,}) ")
+        else:
+            yield from same
+
+
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
@@ -64,7 +75,7 @@ def render_document(
 ) -> Text:
     """One document as text with styles, or with `{}` and `[]` around trained and masked stretches."""
     out = Text()
-    pieces = list(stretches(ids, trained_tokens(label_mask), tokenizer))
+    pieces = list(_shortened(stretches(ids, trained_tokens(label_mask), tokenizer)))
     for i, piece in enumerate(pieces):
         if colour:
             style = TRAINED if piece.trained else MASKED

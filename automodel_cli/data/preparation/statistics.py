@@ -179,7 +179,7 @@ class SourceReport:
     def _warnings(self) -> Iterable[str]:
         if self.num_rejected > MANY * self.num_rows:
             share = f"{100 * self.num_rejected / self.num_rows:.0f}% of the rows ({self.num_rejected:,})"
-            yield f"{share} are refused and left out: {self.rejected_path} says why"
+            yield f"{share} are rejected and skipped; {self.rejected_path} lists the reasons"
         if (vanished := self.long.warning(self.num_documents)) is not None:
             yield vanished
         if self.ends_trained < 0.5:
