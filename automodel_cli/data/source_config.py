@@ -12,6 +12,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_range
 from automodel_cli.data.formats.base import DOCUMENTS, Format
 from automodel_cli.data.formats.builtin import FORMATS, format_name
+from automodel_cli.data.formats.unused_columns import PICTURES
 
 if TYPE_CHECKING:
     FormatName = str
@@ -35,12 +36,20 @@ def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
                 code="invalid_choice",
                 keys=("format",),
             )
-    for name in columns:
+    for name, column in columns.items():
+        if name in PICTURES and name not in known:
+            raise ConfigError(
+                f"column_mapping maps {name!r} to {column!r}, but pictures are read from the columns "
+                f"{' and '.join(PICTURES)} only",
+                code="not_supported",
+                keys=("column_mapping",),
+                fix=f"rename the column {column} of the rows to {name}",
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.6)
             hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
             raise ConfigError(
-                f"column_mapping maps {name!r}, which is not a field of {reader}; {hint}. Write it as field: column",
+                f"column_mapping maps {name!r}, which is not a field of {reader}; write it as field: column; {hint}",
                 code="unknown_name",
                 keys=("column_mapping",),
                 fix=fix,

@@ -15,7 +15,8 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.config.name_patterns import NameList, check_entries
 from automodel_cli.data.row_errors import RowError, SourceRow
 
-MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+PICTURES = ("images", "image")
+MEDIA = (*PICTURES, "audio", "audios", "video", "videos")
 _WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "loss_scale", "loss", "train", "train_detail")
 _MASKS = ("input_ids", "labels", "loss_mask", "assistant_masks", "completion_mask", "assistant_mask")
 _PARTS = ("system", "tools", "functions", "history", "documents", "chat_template_kwargs")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from automodel_cli.data.formats.examples import Conversation, Example, JudgedResponse, Pair
+from automodel_cli.data.formats.unused_columns import PICTURES
 from automodel_cli.data.picture import Picture
 from automodel_cli.data.pictures.content import VALUE_KEYS, read_picture
 from automodel_cli.data.row_errors import RowError
@@ -21,7 +22,7 @@ FIRST_MARK = 0x10E000
 MOST_PICTURES = 4096
 _MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MOST_PICTURES - 1)}]")
 _TAG = re.compile(r"\n?<image>\n|\n?<image>")
-COLUMNS = ("images", "image")
+COLUMNS = PICTURES
 """Columns with the pictures of a row."""
 _LONGEST_NAME = 200  # characters of a path in a message
 IMAGE_PARTS = ("image", "image_url", "input_image")
