@@ -140,10 +140,10 @@ def _export_check(recipe: Recipe, plan: Plan) -> str | None:
     dtype = stored if isinstance(stored, torch.dtype) else getattr(torch, recipe.model.dtype)
     needed = host_bytes(plan.num_parameters * dtype.itemsize) / 2**30
     tokens = most_tokens(NUM_PROMPTS, pictures=recipe.model.vision is not None)
-    flops = 2 * 2 * plan.num_parameters * tokens  # two passes, one multiply and one add per weight
+    tera = math.ceil(2 * 2 * plan.num_parameters * tokens / 1e12)  # two passes, one multiply and one add per weight
     return (
         f"export check: rank 0 reloads the export into {needed:.1f} GiB of host memory and runs it twice on "
-        f"{tokens} tokens (at most {flops / 1e12:.2g} TFLOP) in at most {minutes:g} minutes; the other ranks wait"
+        f"{tokens} tokens (at most {tera:,} TFLOP) in at most {minutes:g} minutes; the other ranks wait"
     )
 
 
