@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import itertools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -15,3 +19,8 @@ def to_local(tensor: Tensor) -> Tensor:
 def tensors_in(value: object) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """Return the device of modules with tensors. A pipeline stage may have buffers only (rotary tables)."""
+    return next(tensor.device for part in modules for tensor in itertools.chain(part.parameters(), part.buffers()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from automodel_cli.distributed.expert_parallel.low_rank import WEIGHTS
 from automodel_cli.distributed.qat.linear import QATLinear, quantized_experts, quantized_layers
 from automodel_cli.distributed.qat.settings import FakeQuantization, LowRank
-from automodel_cli.distributed.tensors import to_local
+from automodel_cli.distributed.tensors import device_of
 from automodel_cli.models import conversion_compat, transformers_compat
 from automodel_cli.models.checkpoint_io.target import unit_of
 from automodel_cli.models.hub.compressed_tensors import compressed
@@ -95,8 +94,7 @@ def over_stages(
     Name, shape and dtype are sent first, so that other ranks can receive the tensor.
     """
     seen: set[str] = set()
-    # A stage may have buffers only (rotary tables).
-    compute_device = to_local(next(itertools.chain(part.parameters(), part.buffers()))).device
+    compute_device = device_of([part])
     # Example: 2 stages. Rank 0 broadcasts (name, shape, dtype) and the tensor, for each tensor, then None. Then rank 1
     # does. All ranks yield the same names in the same order.
     for owner in range(dist.get_world_size(group)):

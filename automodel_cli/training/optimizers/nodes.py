@@ -209,6 +209,7 @@ class Muon(HasGroups):
     def build(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
         import torch
 
+        from automodel_cli.distributed.tensors import device_of
         from automodel_cli.training.optimizers.muon import MuonWithAdamW
         from automodel_cli.training.optimizers.param_groups import require_trainable
 
@@ -234,8 +235,7 @@ class Muon(HasGroups):
             },
             decay_embeddings=self.decay_embeddings,
             rates=self.rates(parts),
-            # A pipeline stage may have buffers only.
-            device=next(tensor.device for part in parts for tensor in (*part.parameters(), *part.buffers())),
+            device=device_of(parts),
         )
 
     def state_bytes(self, item: TrainableParam, numel: int) -> float:
