@@ -112,6 +112,6 @@ def test_what_cannot_work_is_refused_before_anything_is_built(folder):
         done = automodel(folder, "check", "-c", "search.yaml", override)
         assert done.returncode == 2
         assert_error(done.stderr, code, key)
-    done = automodel(folder, "finetune", "embedding", "-c", "search.yaml", "objective.dimensions=[128]")
+    done = automodel(folder, "finetune", "embedding", "-c", "search.yaml", *STEPS, "objective.dimensions=[128]")
     assert done.returncode == 2
     assert_error(done.stderr, "out_of_range", "objective.dimensions", fix="objective.dimensions=[64]")
