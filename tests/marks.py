@@ -13,5 +13,5 @@ def slow(*rows: Any) -> list[Any]:
 
 
 def nightly(*rows: Any) -> list[Any]:
-    """Slow rows that another slow one stands for before a merge."""
-    return [pytest.param(row, marks=(pytest.mark.slow, pytest.mark.nightly)) for row in rows]
+    """Rows that another one of the matrix stands for before a merge."""
+    return [pytest.param(row, marks=pytest.mark.nightly) for row in rows]

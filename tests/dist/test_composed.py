@@ -1,8 +1,8 @@
 """Every parallelism with every other, on 4 and 8 ranks, against the library's model in one process.
 
 Rows are layout x family x packed or padded; each runs 4 microbatches a step, or 2 on each data-parallel rank, and
-loss, gradient norm and every gradient must agree to 1e-6. A part runs by default, the rest with `-m slow`. Then the
-mistakes that such compositions invite, which must not pass.
+loss, gradient norm and every gradient must agree to 1e-6. A part runs before a merge (`-m slow`), the rest at night
+(`-m nightly`). Then the mistakes that such compositions invite, which must not pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests import tiny
 from tests.dist import mutations
 from tests.dist.harness import launch
 
-pytestmark = pytest.mark.nightly  # its slow tests
+pytestmark = pytest.mark.slow
 
 CLEARLY_WRONG = 1e-4
 DENSE, MOE = ("llama", "qwen3"), ("qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -128,7 +128,7 @@ def check(original: Original, rows: list[Case]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pairs_of_axes_on_four_ranks(originals: Originals):
     """The matrices below have all families, and both kinds of rows in each layout."""
     check(originals["llama"], PAIRS)
@@ -138,7 +138,7 @@ def test_four_axes_on_eight_ranks(originals: Originals):
     check(originals["gpt_oss"], [MOE_ROWS[8][1]])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("family", DENSE)
 def test_dense_matrix(originals: Originals, family: str, world: int):
@@ -146,14 +146,14 @@ def test_dense_matrix(originals: Originals, family: str, world: int):
     check(originals[family], others)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("family", MOE)
 def test_expert_matrix(originals: Originals, family: str, world: int):
     check(originals[family], rows_of(MOE_ROWS[world], family))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", MOE)
 def test_experts_that_are_whole_on_every_rank(originals: Originals, family: str):
     check(originals[family], DENSE_ROWS[4][MOE.index(family) % 2 :: 2])
@@ -174,7 +174,7 @@ MUTATIONS: list[tuple[Callable, str, Case]] = [
 # labels and order of keys in test_context_parallel, norms of heads in test_tensor_parallel.
 @pytest.mark.parametrize(
     ("mutation", "family", "layout"),
-    [m if m[0] is mutations.norm_without_stages else pytest.param(*m, marks=pytest.mark.slow) for m in MUTATIONS],
+    [m if m[0] is mutations.norm_without_stages else pytest.param(*m, marks=pytest.mark.nightly) for m in MUTATIONS],
     ids=[m.__name__ for m, _, _ in MUTATIONS],
 )
 def test_mutation_is_noticed(originals: Originals, mutation: Callable, family: str, layout: Case):

@@ -34,9 +34,7 @@ from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch
 from tests.dist.turns import in_turns
-from tests.marks import slow
-
-pytestmark = pytest.mark.nightly  # its slow tests
+from tests.marks import nightly
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3")
 ROWS = (  # document lengths of the two rows of each microbatch: no length divides, one is shorter than 2 * cp
@@ -177,11 +175,12 @@ def test_two_ranks(ring: bool):
     check(2, [*(Case(family, ring=ring) for family in families), Case("gpt_oss", packed=False, ring=ring)])
 
 
+@pytest.mark.slow
 def test_a_ring_of_four_ranks_with_recomputation():
     check(4, [Case("deepseek_v3", mesh=mesh(4), recompute=True, ring=True)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_flex_attention_on_two_ranks_recomputed_gathered_in_a_ring_and_on_two_stages():
     """Soft caps, windows and sinks; gradients of all weights, so of the keys that other ranks held."""
     gemma = Case("gemma2", recompute=True, kernel="flex")
@@ -189,7 +188,7 @@ def test_flex_attention_on_two_ranks_recomputed_gathered_in_a_ring_and_on_two_st
     check(2, [replace(gemma, ring=True), Case("gpt_oss", kernel="flex"), stages])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_every_size_kind_and_recomputation(packed: bool, cp: int):
@@ -197,11 +196,12 @@ def test_every_size_kind_and_recomputation(packed: bool, cp: int):
     check(cp, in_turns([Case(family, packed, mesh(cp), again, ring) for again, ring, family in rows], cp, int(packed)))
 
 
+@pytest.mark.slow
 def test_with_data_parallel_ranks():
     check(4, [Case("qwen3", mesh=mesh(2, dp=2)), Case("gpt_oss", packed=False, mesh=mesh(2, dp=2))])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_with_hybrid_shards():
     check(8, [Case("llama", mesh=mesh(2, dp=4, replicate=2))])
 
@@ -214,16 +214,16 @@ UNDER_A_PIPELINE = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    "cases", [UNDER_A_PIPELINE[1:4:2], *slow(UNDER_A_PIPELINE[5:6], UNDER_A_PIPELINE[:5:2], UNDER_A_PIPELINE[6:])]
+    "cases", [UNDER_A_PIPELINE[1:4:2], *nightly(UNDER_A_PIPELINE[5:6], UNDER_A_PIPELINE[:5:2], UNDER_A_PIPELINE[6:])]
 )
 def test_under_a_pipeline(cases: list[Case]):
     """Two schedules with recomputation (`test_composed` has zbv, without); then all the others."""
     check(4, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "interleaved_1f1b"])
 def test_a_ring_under_a_pipeline(schedule: str):
     """Two kinds of point-to-point traffic at a time, and backward passes in two halves."""
@@ -232,7 +232,7 @@ def test_a_ring_under_a_pipeline(schedule: str):
     check(4, [Case(name, mesh=mesh(2, pp=2), ring=True, recompute=r, pipeline=pipeline) for name, r in families])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pipeline_and_data_parallel_ranks_together():
     pipeline = PipelineConfig(schedule="1f1b")
     check(8, [Case(family, mesh=mesh(2, dp=2, pp=2), pipeline=pipeline) for family in ("qwen3_moe", "gpt_oss")])
@@ -288,7 +288,7 @@ SABOTAGES: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize("sabotage", ["permutation", "shift", *slow("documents", "twice")])
+@pytest.mark.parametrize("sabotage", ["permutation", "shift", *nightly("documents", "twice")])
 def test_the_comparison_sees(sabotage: str):
     (outcome,) = launch(run_cases, 2, [Case()], sabotage)
     assert outcome.errors.gradient > 1e-3

@@ -76,6 +76,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Original
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "kto", *slow("ipo", "grpo", "gspo")])  # GRPO by default: test_grpo
 def test_same_numbers_as_one_process(original, name):
     rows = layouts(OBJECTIVES[name])
@@ -83,6 +84,7 @@ def test_same_numbers_as_one_process(original, name):
         assert errors.within_rounding(), f"{which}: {errors}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", *slow("grpo")])
 def test_experts_over_ranks(original, name):
     rows = [replace(row(OBJECTIVES[name], dp=2, ep=2), num_microbatches=4)]

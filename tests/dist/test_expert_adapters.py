@@ -27,6 +27,8 @@ from tests import tiny
 from tests.dist.harness import launch
 from tests.marks import nightly, slow
 
+pytestmark = pytest.mark.slow
+
 ADAPTERS = LoRAConfig(rank=4, alpha=12.0, target_modules=[], target_parameters="all-experts")
 BOTH = LoRAConfig(rank=8, alpha=12.0, target_parameters="all-experts")
 FSDP2 = FSDP2Config(mp_policy=FP32)
@@ -66,14 +68,12 @@ def _check(original: Original, world: int, rows: dict[str, Case]) -> None:
         assert "lora_" in outcome.name or row.lora.modules_to_save
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", *nightly("gpt_oss", "deepseek_v3")])
 def test_every_layout_has_the_gradients_of_one_process(family: str, tmp_path: Path):
     original = _original(tmp_path, family)
     _check(original, 2, {name: row for name, row in ROWS.items() if name not in OF_ONE})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", *nightly("gpt_oss")])
 def test_one_rank_and_four_ranks(family: str, tmp_path: Path):
     original = _original(tmp_path, family)
@@ -87,7 +87,6 @@ def _second_update_without_scale(batches: list[Batch]) -> list[Batch]:
     return batches
 
 
-@pytest.mark.slow
 def test_a_wrong_gradient_is_noticed(tmp_path: Path):
     (outcome,) = launch(run_rows, 2, _original(tmp_path, "gpt_oss"), [ROWS["ep2"]], _second_update_without_scale)
     assert outcome.gradient > 1e-2

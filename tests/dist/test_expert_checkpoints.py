@@ -28,11 +28,11 @@ from automodel_cli.training.step import train_step
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, microbatch
 from tests.exports import verify_export
-from tests.marks import slow
+from tests.marks import nightly
 from tests.quantize import to_fp8, to_mxfp4
 from tests.tiny import build_hf, full, tiny_fields, token_row
 
-pytestmark = pytest.mark.nightly  # its slow tests
+pytestmark = pytest.mark.slow
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 EP2, EP4, PP2_EP2 = MeshConfig(ep_size=2), MeshConfig(ep_size=4), MeshConfig(pp_size=2, ep_size=2)
@@ -64,14 +64,14 @@ def _load(rank: int, world: int, folder: str, layout: MeshConfig):
     return num_bytes, held, wrong
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
         ("deepseek_v3", EP2),
         ("gpt_oss", EP4),
-        *(pytest.param(family, EP2, marks=pytest.mark.slow) for family in ("qwen3_moe", "gpt_oss")),
-        *(pytest.param(family, EP4, marks=pytest.mark.slow) for family in ("qwen3_moe", "deepseek_v3")),
+        *(pytest.param(family, EP2, marks=pytest.mark.nightly) for family in ("qwen3_moe", "gpt_oss")),
+        *(pytest.param(family, EP4, marks=pytest.mark.nightly) for family in ("qwen3_moe", "deepseek_v3")),
     ],
 )
 def test_a_rank_reads_the_bytes_that_it_holds(family, layout, tmp_path: Path):
@@ -100,7 +100,7 @@ def _export(rank: int, world: int, base: str, out: str, layout: MeshConfig) -> f
     return verify_export(out, stages.parts, [token_row(12, 4).tolist()]) if group is None else 0.0
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", *slow("gpt_oss", "qwen3_moe")])
+@pytest.mark.parametrize("family", ["deepseek_v3", *nightly("gpt_oss", "qwen3_moe")])
 def test_exports_are_those_of_one_process(family, tmp_path: Path):
     base = tmp_path / "base"
     build_hf(family).save_pretrained(base, max_shard_size="400KB")
@@ -138,7 +138,7 @@ def _train(rank: int, world: int, layout: MeshConfig, folder: str, steps: int, r
     return numbers, str(saved)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_checkpoints_load_under_any_other_layout(tmp_path: Path):
     """ep 2 x 2 shards -> one process -> ep 4 -> ep 2, against a run in one process that never stops."""
     want, _ = launch(_train, 1, MeshConfig(), str(tmp_path / "whole"), 4, None)

@@ -41,15 +41,13 @@ from tests import tiny
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, Errors, microbatch, tiny_part
 from tests.errors import assert_error
-from tests.marks import slow
+from tests.marks import nightly
 from tests.rounding import tolerance
-
-pytestmark = pytest.mark.nightly  # its slow tests
 
 CLEARLY_WRONG = 1e-3
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 FAST = ("gpt_oss", "deepseek_v3")  # biased, interleaved, transposed experts; a sigmoid router in groups
-SLOW = slow("qwen3_moe", "mixtral")
+SLOW = nightly("qwen3_moe", "mixtral")
 MICROBATCHES = 3
 
 
@@ -167,7 +165,8 @@ def test_two_ranks(family):
     check(2, [Case(family, EP2), Case(family, EP2, config=RECOMPUTE)])
 
 
-@pytest.mark.parametrize("family", [FAST[0], *slow(FAST[1]), *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [FAST[0], *nightly(FAST[1]), *SLOW])
 def test_four_ranks(family):
     """Hybrid sharding. The matrix of `test_composed` has ep 2 x two shards of each expert, and ep 4, but for
     Mixtral."""
@@ -182,7 +181,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_under_a_pipeline():
     """Each schedule with some family (zb_h1 Mixtral, zbv Qwen3); `test_every_family_under_every_schedule` has the
     others."""
@@ -190,13 +189,13 @@ def test_under_a_pipeline():
     check(4, [PIPELINES[5], PIPELINES[8], recompute])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_family_under_every_schedule():
     check(4, PIPELINES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [FAST[0], *slow(FAST[1]), *SLOW])
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", [FAST[0], *nightly(FAST[1]), *SLOW])
 def test_with_tensor_parallelism_in_the_same_layer(family):
     """Tokens are the same on all ranks of tp, whole or (sequence parallel) gathered for the layer."""
     sequence = replace(FSDP2, sequence_parallel=True)
@@ -204,13 +203,15 @@ def test_with_tensor_parallelism_in_the_same_layer(family):
     check(4, [Case(family, MeshConfig(tp_size=2, ep_size=4)), Case(family, EP2_TP2, config=sequence)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAST[:1], *SLOW])
 def test_ranks_that_receive_nothing(family):
     """All tokens go to two experts, so three of the four ranks never see one, and their experts get zero gradients."""
     check(4, [Case(family, EP4, skewed=True), Case(family, EP4, config=RECOMPUTE, skewed=True)])
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", *slow("deepseek_v3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", *nightly("deepseek_v3")])
 def test_with_rows_over_ranks(family):
     """Under context parallelism every rank has tokens of its own, so the dispatch has nothing to know. `test_composed`
     has ep 2."""
@@ -256,7 +257,7 @@ def _by_mode(rank, world, family):
     return found
 
 
-@pytest.mark.parametrize("family", [FAST[0], *slow(FAST[1])])
+@pytest.mark.parametrize("family", [FAST[0], *nightly(FAST[1])])
 def test_recomputation_exchanges_nothing_again(family):
     """Tokens there and back, their gradients there and back; only "minimal" has them sent again, by the sizes of
     before. The numbers are sizes, weights and gradients of weights. Recomputed or not, a gradient is the same to the
@@ -287,7 +288,7 @@ def _under_a_schedule(rank, world):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_split_backward_exchanges_no_tokens_twice():
     for found in launch_all(_under_a_schedule, 4):
         assert all(layers and tokens == 4 * 4 * layers for tokens, layers in found)
@@ -329,6 +330,7 @@ def _with_kept_experts(world, keep):
     return found
 
 
+@pytest.mark.slow
 def test_kept_experts_are_cast_once_a_step_and_give_the_same_gradients():
     """Otherwise forward and backward of three microbatches cast two weights each; those of the last layer stay between
     its forward and its backward."""
@@ -357,7 +359,7 @@ def _compiled(rank, world, family):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["deepseek_v3"])
 def test_layers_are_compiled_around_the_experts_and_recomputed_without_another_exchange(family):
     (exchanges, want, none), plain, full, minimal, fused = launch(_compiled, 2, family)
@@ -388,12 +390,12 @@ ADDING = replace(FSDP2, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float6
 ON_STAGES = MeshConfig(pp_size=2, ep_size=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "cases",
     [
         [Case("gpt_oss", EP4, config=ADDING, skewed=True), Case("gpt_oss", ON_STAGES, "1f1b", config=ADDING)],
-        *slow(
+        *nightly(
             [
                 Case("deepseek_v3", EP2, config=replace(ADDING, activation_checkpointing=True)),
                 Case("deepseek_v3", ON_STAGES, "zb_h1", config=ADDING),  # splits the backward: products add nothing
@@ -418,7 +420,7 @@ def _in_bfloat16(rank, world, family, ep_size):
     return result.loss.item(), recorder.gradients
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", *slow("gpt_oss")])
+@pytest.mark.parametrize("family", ["deepseek_v3", *nightly("gpt_oss")])
 def test_mixed_precision_rounds_as_it_does_without_expert_parallelism(family):
     """DeepSeek-V3 weighs its experts in float32: casting that with the experts' inputs costs 7e-2 of the gradient.
     Either way is 0.11 from float64 in its worst entry, and they differ by up to 1.5e-2 in the order of sums."""
@@ -443,7 +445,7 @@ def _prefetched(rank, world):
     return {names[unit]: [names[module] for module in modules] for unit, modules in ahead.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_experts_are_gathered_ahead_with_their_layer():
     ahead = launch(_prefetched, 4)
     layers = [name for name in ahead if "layers." in name]
@@ -516,6 +518,7 @@ def sum_experts_over_ep_too():
     patch.object(Recorder, "step", step).start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sabotage", [sum_experts_over_ep_too])
 def test_sabotage_is_noticed(sabotage):
     (errors,) = launch(compare, 4, [Case("qwen3_moe", EP2)], sabotage)

@@ -119,6 +119,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_layouts_and_packing_give_the_numbers_of_one_process(folder, world):
     for which, errors in zip(LAYOUTS[world], launch(same_update, world, folder, "llama", LAYOUTS[world]), strict=True):

@@ -24,7 +24,7 @@ from tests.dist.harness import launch
 from tests.dist.test_composed import row
 from tests.hybrids import hybrid
 
-pytestmark = pytest.mark.nightly  # its slow tests
+pytestmark = pytest.mark.slow
 
 DENSE, MOE = ("qwen3_5_text", "lfm2"), ("qwen3_5_moe_text", "kimi_linear", "nemotron_h", "granitemoehybrid")
 SPARSE = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "deepseek_v4")  # all with experts
@@ -67,13 +67,13 @@ def _is_right(r: Case, outcome: Errors | Refused) -> bool:
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [
-        pytest.param("qwen3_5_text", ("pp2", "cp2"), marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", ("pp2", "cp2"), marks=pytest.mark.nightly),
         ("qwen3_5_moe_text", ("cp2 recompute", "ep2")),
         ("olmo_hybrid", ("dp2",)),  # its convolution is three tensors of the checkpoint, sharded as one
-        pytest.param("zamba2", ("dp2",), marks=pytest.mark.slow),  # layers that share their weights are one unit
+        pytest.param("zamba2", ("dp2",), marks=pytest.mark.nightly),  # layers that share their weights are one unit
         ("deepseek_v32", ("pp2", "ep2")),
-        pytest.param("deepseek_v4", ("ep2",), marks=pytest.mark.slow),  # DeepSeek-V3.2 has sparse attention too
-        *(pytest.param(family, ("",), marks=pytest.mark.slow) for family in (*DENSE, *MOE, *SPARSE)),
+        pytest.param("deepseek_v4", ("ep2",), marks=pytest.mark.nightly),  # DeepSeek-V3.2 has sparse attention too
+        *(pytest.param(family, ("",), marks=pytest.mark.nightly) for family in (*DENSE, *MOE, *SPARSE)),
     ],
 )
 def test_same_numbers_as_one_process(family: str, layouts: tuple[str, ...], tmp_path: Path):
@@ -85,7 +85,7 @@ def test_same_numbers_as_one_process(family: str, layouts: tuple[str, ...], tmp_
 COMPILED = {"enable_compile": True, "compile_backend": "aot_eager_decomp_partition"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ddp_and_compiled_layers(tmp_path: Path):
     configs = [DDPConfig(activation_checkpointing=True), replace(row(dp=2).parallelizer, **COMPILED)]
     check("qwen3_5_text", tmp_path, [replace(row(dp=2), parallelizer=config) for config in configs])
@@ -96,7 +96,7 @@ def _on_cuda_stand_in(rank: int, world: int, original: Original, rows: list[Case
     return run_rows(rank, world, original, rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_megatron_fsdp(tmp_path: Path):
     pytest.importorskip("megatron_fsdp", reason="pip install automodel-cli[megatron]")
     rows = [replace(row(dp=2), parallelizer=MegatronFSDPConfig())]

@@ -37,11 +37,11 @@ from tests import multi_token
 from tests.dist.harness import launch
 from tests.dist.test_composed import row
 from tests.errors import raises
-from tests.marks import slow
+from tests.marks import nightly
 from tests.multi_token import ByHand
 from tests.rounding import tolerance
 
-pytestmark = pytest.mark.nightly  # its slow tests
+pytestmark = pytest.mark.slow
 
 # Of single gradients: the definition is in float64, and one process in float32 is off by 7e-7; the sums that tensor
 # parallelism makes in parts by 1.5e-6. Mistakes cost 1e-3 and more.
@@ -106,7 +106,7 @@ def check(folder: Path, made: multi_token.Made, rows: Sequence[Case], ranks: int
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_same_numbers_as_the_definition(tmp_path: Path):
     rows = [
         row(dp=2),
@@ -131,7 +131,7 @@ def test_same_numbers_where_they_are_with_the_head_of_a_pipeline(tmp_path: Path)
     check(tmp_path / "one", multi_token.write(tmp_path / "one"), [cut(None, "zbv", 2)])
 
 
-@pytest.mark.parametrize("tied", [*slow(False), True])
+@pytest.mark.parametrize("tied", [*nightly(False), True])
 def test_same_numbers_where_they_are_a_stage_of_their_own(tmp_path: Path, tied: bool):
     """Three ranks have the table of a tied model: it embeds on two and is the head on the third."""
     made = multi_token.write(tmp_path, "qwen3", depths=2, tie_word_embeddings=tied)
@@ -145,7 +145,7 @@ def test_copies_of_the_embedding_that_keep_their_own_gradient_show(tmp_path: Pat
     assert outcome.gradient > 1e-3 and outcome.name == "model.embed_tokens.weight"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_same_numbers_on_four_ranks(tmp_path: Path):
     rows = [
         cut(None, "1f1b", 2, dp=2, ep=2, recompute=True),

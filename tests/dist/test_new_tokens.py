@@ -24,11 +24,11 @@ from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch
-from tests.marks import slow
+from tests.marks import nightly
 from tests.tiny import packed_batch
 from tests.unit.models.test_new_tokens import PLAIN, SIZE, SPECIAL, model_folder
 
-pytestmark = pytest.mark.nightly  # its slow tests
+pytestmark = pytest.mark.slow
 
 FSDP2 = FSDP2Config(mp_policy=FP32)
 LAYOUTS = {
@@ -69,8 +69,8 @@ def _run(rank, world, folder, sizes, parallelizer, multiple, lora=None):
     return seen, before, after
 
 
-@pytest.mark.parametrize("tied", [True, *slow(False)])
-@pytest.mark.parametrize("layout", [*slow("fsdp2"), *slow("ddp"), "tp2", "pp2", *slow("cp2", "ep2")])
+@pytest.mark.parametrize("tied", [True, *nightly(False)])
+@pytest.mark.parametrize("layout", [*nightly("fsdp2"), *nightly("ddp"), "tp2", "pp2", *nightly("cp2", "ep2")])
 def test_a_grown_vocabulary_trains_like_one_process(layout: str, tied: bool, tmp_path: Path):
     fields = {"num_hidden_layers": 2, "tie_word_embeddings": tied}
     folder = model_folder(tmp_path, SIZE + SIZE % 2, FAMILIES.get(layout, "llama"), **fields)
@@ -92,10 +92,10 @@ def test_a_grown_vocabulary_trains_like_one_process(layout: str, tied: bool, tmp
     [
         ("tp2", True),
         *(
-            pytest.param(layout, tied, marks=pytest.mark.slow)
+            pytest.param(layout, tied, marks=pytest.mark.nightly)
             for layout, tied in (("fsdp2", True), ("ddp", True), ("ep2", True))
         ),
-        *(pytest.param(layout, False, marks=pytest.mark.slow) for layout in ("tp2", "pp2", "cp2")),
+        *(pytest.param(layout, False, marks=pytest.mark.nightly) for layout in ("tp2", "pp2", "cp2")),
     ],
 )
 def test_new_rows_beside_adapters_train_like_one_process(layout: str, tied: bool, tmp_path: Path):

@@ -78,6 +78,7 @@ def _three_steps(rank, world, config):
     return steps
 
 
+@pytest.mark.slow
 def test_three_steps_from_an_unfilled_model_are_the_same_under_every_strategy():
     offload = replace(FSDP2, offload_policy=CPUOffload())
     want, *others = [

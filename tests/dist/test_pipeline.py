@@ -57,6 +57,7 @@ def test_fewer_microbatches_than_stages(schedules: tuple[str, ...]):
     check(4, [Case(schedule, num_microbatches=3) for schedule in schedules])
 
 
+@pytest.mark.slow
 def test_grouped_interleaving_and_four_chunks():
     groups = [
         Case("Interleaved1F1B", options=(("microbatch_group_size", g),), num_microbatches=m)
@@ -93,6 +94,7 @@ def test_explicit_modules_and_cost_balance():
     check(2, [named, Case("GPipe", "qwen3_moe", options=(("balance", "cost"),))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallelize", "schedules"),
     [
@@ -112,6 +114,7 @@ NESTED = (("parallelize", "layers"), ("patch_stage_backward_maybe_with_nosync", 
 EAGER = (("parallelize", "fsdp"), ("defer_fsdp_grad_sync", False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [

@@ -26,6 +26,8 @@ from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch
 
+pytestmark = pytest.mark.slow
+
 NUM_MICROBATCHES = 2
 INT4 = Case(num_microbatches=NUM_MICROBATCHES, qat=QATConfig(group_size=16, export="plain"))
 FORMATS = {

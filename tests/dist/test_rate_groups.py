@@ -26,6 +26,8 @@ from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch
 
+pytestmark = pytest.mark.slow
+
 LAYERS, RATE, DECAY, EPS = 4, 1e-2, 0.1, 1e-2  # the large eps: small gradients stay small changes
 NODE = AdamW(
     lr=RATE,
@@ -72,12 +74,11 @@ def _trained(rank: int, world: int, original: Original, rows: list[Case], by_han
     return found
 
 
-@pytest.mark.parametrize("names", [["pp2"], pytest.param([n for n in ROWS if n != "pp2"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [["pp2"], [n for n in ROWS if n != "pp2"]])
 def test_each_layout_trains_every_part_at_its_rate(names: list[str], tmp_path: Path) -> None:
     _check("llama", [ROWS[name] for name in names], tmp_path)
 
 
-@pytest.mark.slow
 def test_experts_over_ranks_train_at_their_rates(tmp_path: Path) -> None:
     _check("qwen3_moe", [Case(MeshConfig(dp_size=2, ep_size=2))], tmp_path)
 

@@ -39,9 +39,7 @@ from automodel_cli.training.stages import SingleStage
 from tests import tiny
 from tests.dist.harness import launch_all
 from tests.hybrids import HYBRIDS, hybrid
-from tests.marks import slow
-
-pytestmark = pytest.mark.nightly  # its slow tests
+from tests.marks import nightly
 
 PARAMS = SamplingParams(max_new_tokens=9, temperature=0.8, top_p=0.9)
 STOP = [2, 5, 9, 30, 77]
@@ -154,11 +152,12 @@ def compare(results, family, layers=2):
     return seen
 
 
-@pytest.mark.parametrize("family", ["llama", *slow("deepseek_v3")])
+@pytest.mark.parametrize("family", ["llama", *nightly("deepseek_v3")])
 def test_fsdp2_with_an_idle_rank(family):
     assert check(4, family, MeshConfig(dp_size=4)) == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_frozen_steps_on_gathered_weights_hold_no_gather_and_a_rank_may_go_on_without():
     results = launch_all(_frozen, 2)
     compare([result[:2] for result in results], "llama")
@@ -172,8 +171,8 @@ def test_hybrid_sharding_and_ddp():
     check(2, "llama", MeshConfig(dp_size=2), parallelizer=DDPConfig())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt_oss", *slow("qwen3_moe", "deepseek_v3")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["gpt_oss", *nightly("qwen3_moe", "deepseek_v3")])
 def test_expert_parallel_ranks_keep_in_step(family):
     check(4, family, MeshConfig(dp_size=4, ep_size=2))
 
@@ -181,7 +180,7 @@ def test_expert_parallel_ranks_keep_in_step(family):
 @pytest.mark.parametrize(
     ("family", "schedule"),
     [
-        pytest.param("llama", "1f1b", marks=pytest.mark.slow),
+        pytest.param("llama", "1f1b", marks=pytest.mark.nightly),
         ("gpt_oss", "interleaved_1f1b"),
         ("llama", "zbv"),
     ],
@@ -190,18 +189,20 @@ def test_pipeline(family, schedule):
     check(2, family, MeshConfig(dp_size=1, pp_size=2), schedule)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", *slow("deepseek_v3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", *nightly("deepseek_v3")])
 def test_pipeline_of_expert_parallel_stages(family):
     assert check(4, family, MeshConfig(dp_size=2, pp_size=2, ep_size=2), "1f1b") == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout", "schedule"),
     [
         ("qwen3_5_moe_text", {"dp_size": 2, "ep_size": 2}, None),
         ("falcon_h1", {"dp_size": 1, "pp_size": 2}, "interleaved_1f1b"),
         *(
-            pytest.param(*row, marks=pytest.mark.slow)
+            pytest.param(*row, marks=pytest.mark.nightly)
             for row in (
                 ("qwen3_5_text", {"dp_size": 1, "pp_size": 2}, "1f1b"),
                 ("qwen3_5_text", {"dp_size": 1, "tp_size": 2}, None),
@@ -217,7 +218,8 @@ def test_states_of_each_layout(family, layout, schedule):
     check(2, family, MeshConfig(**layout), schedule)
 
 
-@pytest.mark.parametrize(("family", "dp"), [("llama", 1), pytest.param("qwen3_moe", 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dp"), [("llama", 1), pytest.param("qwen3_moe", 2, marks=pytest.mark.nightly)])
 def test_tensor_parallel_ranks_draw_the_same(family, dp):
     check(2 * dp, family, MeshConfig(dp_size=dp, tp_size=2))
 

@@ -32,6 +32,7 @@ from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist import cuda_stand_in
 from tests.dist.harness import launch
+from tests.marks import slow
 
 SEQ_LEN = 32
 OBJECTIVES: dict[str, Any] = {
@@ -155,6 +156,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", CASES)
 def test_every_layout_gives_the_numbers_of_samples_that_share_nothing(folder, world):
     for case, errors in zip(CASES[world], launch(same_update, world, folder, CASES[world]), strict=True):
@@ -268,7 +270,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["critic", *slow("reference", "teacher")])
 def test_a_run_measures_the_same_in_fewer_rows(tmp_path, variant):
     """Two updates of a rollout: the passes of what it reads before them, the updates, and the next step's weights."""
     if variant == "teacher":

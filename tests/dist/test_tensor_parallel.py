@@ -34,9 +34,7 @@ from automodel_cli.training.stages import SingleStage
 from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch
-from tests.marks import slow
-
-pytestmark = pytest.mark.nightly  # its slow tests
+from tests.marks import nightly
 
 NUM_MICROBATCHES = 4
 FP32_ON_BOTH_SIDES = 2e-6  # 1.04e-6 measured: two roundings instead of one
@@ -85,14 +83,14 @@ def assert_exact(original, rows):
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma3_text", "gpt_oss", "deepseek_v3", *slow("llama", "qwen3", "qwen3_moe", "deepseek_v3 without q_lora")],
+    ["gemma3_text", "gpt_oss", "deepseek_v3", *nightly("llama", "qwen3", "qwen3_moe", "deepseek_v3 without q_lora")],
 )
 def test_two_ranks_have_one_process_numbers(originals, family):
     """`test_composed` has Llama on two ranks of tp and two of dp."""
     assert_exact(originals(family), [row(), row(SP)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_top_of_data_parallelism(originals, family):
     """Recomputed or not; `test_composed` has tensor parallelism alone on top of it."""
@@ -100,19 +98,21 @@ def test_on_top_of_data_parallelism(originals, family):
     assert_exact(originals(family), [row(SP, dp_size=2), row(recomputed, dp_size=2)])
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_divide_over_the_ranks(originals):
     """22 tokens over 4 ranks, which only sequence parallelism shares out."""
     original = originals("llama 4 kv heads", num_key_value_heads=4)
     assert_exact(original, [row(replace(SP, activation_checkpointing=True), tp_size=4)])
 
 
+@pytest.mark.slow
 def test_routers_refuse_to_count_padding(originals):
     original = originals("qwen3_moe 4 kv heads", num_key_value_heads=4)
     with pytest.raises(Exception, match=r"data\.pad_to_multiple_of=4"):
         launch(run_rows, 4, original, [row(SP, tp_size=4)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss"])
 def test_stages_of_a_pipeline(originals, family):
     pipelines = [replace(row(config, pp_size=2), pipeline=PipelineConfig(schedule="1f1b")) for config in (TP, SP)]
@@ -140,6 +140,7 @@ def _exported(rank, world, original, sizes):
     return weights, report.num_bytes_read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "gemma3_text"])
 def test_what_was_loaded_in_shards_is_exported_whole(originals, family):
     whole, all_bytes = launch(_exported, 1, originals(family), {})
@@ -175,11 +176,12 @@ HEADS = {
 }
 
 
+@pytest.mark.slow
 def test_heads_on_vocabulary_shards():
     _check_shards(HEADS, "auto")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_flex_attention_of_half_of_the_heads_and_sinks():
     _check_shards({"flex": tiny.tiny_fields("gpt_oss")}, "flex")
 
@@ -233,7 +235,7 @@ def _fill(param, whole):
     transformers_compat.local(param).copy_(transformers_compat.local_part(param, whole))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters():
     want = launch(_adapted, 1, False)
     assert want and all("lora_" in name for name in want)
@@ -260,7 +262,7 @@ def _three_steps(rank, world, sizes, config):
     return steps
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_clipped_steps():
     want = torch.tensor(launch(_three_steps, 1, {}, TP))
     assert want[0, 0] > want[2, 0]

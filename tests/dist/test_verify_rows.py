@@ -21,7 +21,7 @@ from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from tests.dist.harness import launch
 
-pytestmark = pytest.mark.nightly  # its slow tests
+pytestmark = pytest.mark.slow
 
 DP, PP = MeshConfig(dp_size=2), MeshConfig(dp_size=1, pp_size=2)
 ADAPTERS = LoRAConfig(rank=4, alpha=12.0)
@@ -86,7 +86,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
     return Original.write(tmp_path_factory.mktemp("original") / "model", model, SFT())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_precision_compilation_and_a_layout_give_one_process_numbers(original: Original):
     for row, outcome in zip(ROWS, launch(run_rows, 2, original, ROWS), strict=True):
         assert isinstance(outcome, Errors) and outcome.within(*row.bounds(TIMES_ROUNDING * outcome.rounding)), outcome
@@ -98,10 +98,10 @@ def test_adapters_precision_compilation_and_a_layout_give_one_process_numbers(or
     "rows",
     [
         MORE[:1] + OF_DORA[:1] + OF_PISSA[:1] + OF_TABLES[:1],
-        pytest.param(MORE[1:], marks=pytest.mark.slow),
-        pytest.param(OF_PISSA[1:], marks=pytest.mark.slow),
-        pytest.param(OF_TABLES[1:], marks=pytest.mark.slow),
-        pytest.param(OF_DORA[1:], marks=pytest.mark.slow),
+        pytest.param(MORE[1:], marks=pytest.mark.nightly),
+        pytest.param(OF_PISSA[1:], marks=pytest.mark.nightly),
+        pytest.param(OF_TABLES[1:], marks=pytest.mark.nightly),
+        pytest.param(OF_DORA[1:], marks=pytest.mark.nightly),
     ],
 )
 def test_chosen_layers_and_ranks_with_modules_trained_completely(original: Original, rows: list[Case]):
@@ -109,7 +109,7 @@ def test_chosen_layers_and_ranks_with_modules_trained_completely(original: Origi
         assert isinstance(outcome, Errors) and outcome.within_rounding(), (row, outcome)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_beside_experts_over_ranks(tmp_path: Path):
     model = tiny.build_hf("qwen3_moe", num_hidden_layers=2)
     source = Original.write(tmp_path / "model", model, SFT())
@@ -130,7 +130,7 @@ def _labels_of_another_token(batches: list[Batch]) -> list[Batch]:
 
 @pytest.mark.parametrize(
     ("row", "mistake"),
-    [(0, _scale_of_adapters_lost), pytest.param(2, _labels_of_another_token, marks=pytest.mark.slow)],
+    [(0, _scale_of_adapters_lost), pytest.param(2, _labels_of_another_token, marks=pytest.mark.nightly)],
 )
 def test_a_mistake_is_not_within_the_bounds(original: Original, row: int, mistake):
     (outcome,) = launch(run_rows, 2, original, [ROWS[row]], mistake)

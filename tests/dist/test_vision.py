@@ -19,8 +19,6 @@ from tests.dist.harness import launch
 from tests.dist.vision_cases import Case, compare, decomposition_error
 from tests.vision import repository
 
-pytestmark = pytest.mark.nightly  # its slow tests
-
 SP = FSDP2Config(mp_policy=FP32, sequence_parallel=True)
 RECOMPUTED = FSDP2Config(mp_policy=FP32, activation_checkpointing="full")
 TWO = {
@@ -58,12 +56,12 @@ def test_tokens_and_layers_with_pictures_on_two_ranks():
     _check("qwen3_vl", 2, {name: TWO[name] for name in ("tp sp", "cp", "pp")})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_reach_the_tower_through_stages_of_a_frozen_text_model():
     _check("llava", 2, {"pp": replace(TWO["pp"], text_is_frozen=True)})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["qwen3_vl", "llava", "qwen3_vl_moe", "qwen2_5_vl", "glm4v_moe", "gemma3"])
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two ranks", "four ranks"])
 def test_all_layouts_give_the_numbers_of_one_process(kind: str, world: int, cases: dict[str, Case]):
@@ -85,11 +83,12 @@ def _with_adapters(kind: str, names: Sequence[str]) -> dict[str, Case]:
     return {name: replace(TWO[name], lora=lora) for name in names}
 
 
+@pytest.mark.slow
 def test_adapters_on_tower_and_projector_have_the_gradients_of_peft():
     _check("qwen3_vl", 2, _with_adapters("qwen3_vl", ["pp"]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
@@ -107,7 +106,7 @@ def test_adapters_of_a_tower_start_at_its_decomposition_beside_stages_without_it
     assert launch(decomposition_error, 2, str(tmp_path)) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_eight_ranks():
     mesh = MeshConfig(dp_size=2, pp_size=2, tp_size=2)
     _check("llava", 8, {"dp pp tp": Case(mesh, SP, PipelineConfig())})
@@ -116,14 +115,14 @@ def test_eight_ranks():
 PAIRS = {"fsdp2": Case(), "tp sp": TWO["tp sp"], "pp": TWO["pp"]}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pairs_with_pictures_and_a_reference_model_on_two_ranks():
     """A rank has a microbatch without pictures, and others show a picture in both responses and in several pairs."""
     for name, errors in zip(PAIRS, launch(vision_pair_cases.compare, 2, "qwen3_vl", list(PAIRS.values())), strict=True):
         assert errors.within_rounding(), (name, errors)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "shared"),
     [("qwen3_vl", True), ("llava", True), ("qwen3_vl_moe", True), ("qwen3_vl_moe", False), ("gemma3", False)],

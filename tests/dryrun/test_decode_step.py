@@ -26,6 +26,8 @@ from automodel_cli.rollout.types import SamplingParams
 from tests import tiny
 from tests.dist.harness import launch
 
+pytestmark = pytest.mark.slow
+
 Counted = tuple[list[str], dict[str, int], list[str]]
 """Waits of a step, its launches by name, and the waits of a step that asks for a value."""
 

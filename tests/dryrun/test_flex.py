@@ -11,8 +11,6 @@ from automodel_cli.dryrun.types import RankResult, TraceRequest
 from tests.dryrun.test_tiny import _LAYERS, _PLAIN
 from tests.dryrun.traces import trace_in_fork
 
-pytestmark = pytest.mark.nightly  # its slow tests
-
 TOKENS, HEADS, WIDTH, LAYERS = 1024, 4, 16, _LAYERS
 GEMMA = (
     *_PLAIN,
@@ -35,7 +33,7 @@ def _count(found: RankResult, name: str) -> int:
     return sum(line.count for line in found.kernels if line.what == name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_soft_caps_cost_the_pairs_of_their_blocks_in_one_kernel_and_no_scores() -> None:
     """Rows of one document are 36 blocks of 128 x 128 below the diagonal, of four documents 4 x 3."""
     whole, four = (traced("llama3_8b_tp2cp2_tiny", 1, 0, *GEMMA, document=n) for n in (TOKENS, TOKENS // 4))
@@ -49,13 +47,13 @@ def test_soft_caps_cost_the_pairs_of_their_blocks_in_one_kernel_and_no_scores() 
     assert whole.flops - four.flops == pytest.approx(products * 2 * pairs * WIDTH, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_soft_caps_were_tokens_by_tokens() -> None:
     dense = traced("llama3_8b_tp2cp2_tiny", 1, 0, *GEMMA, "model.attention_kernel=dense", document=TOKENS)
     assert dense.peak > 2 * LAYERS * SCORES  # tanh and softmax of each layer
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("context_parallel", ["all_gather", "ring"])
 def test_shared_rows_are_no_scores_either(context_parallel: str) -> None:
     given = (*GEMMA, "mesh.tp_size=2", "mesh.cp_size=2", f"parallelizer.context_parallel={context_parallel}")
@@ -67,7 +65,7 @@ def test_shared_rows_are_no_scores_either(context_parallel: str) -> None:
     assert _count(found, "flex_attention_backward") == calls
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_latent_attention_keeps_narrow_values() -> None:
     """Padding makes values and outputs as wide as keys in every layer; FlexAttention takes them as they are."""
     given = ("parallelizer.mp_policy.param_dtype=bfloat16", "parallelizer.activation_checkpointing=false")

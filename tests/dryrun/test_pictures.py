@@ -21,8 +21,6 @@ from tests.dryrun.traces import trace_in_fork
 from tests.errors import raises
 from tests.vision import config_of, noise, processor_of
 
-pytestmark = pytest.mark.nightly  # its slow tests
-
 KINDS = ("qwen3_vl", "llava")
 
 
@@ -78,7 +76,7 @@ def traced(conf: str, gpus: int, rank: int = 0, *overrides: str, **options: Any)
     return trace_in_fork(TraceRequest(conf, overrides, gpus, rank, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_the_first_stage_runs_the_tower_and_a_frozen_one_has_no_backward() -> None:
     """Kernels of toys take equally long, and some of the forward have no backward."""
     words = ("model.vision.projector=frozen", "optimizer.state_dtype=float32")

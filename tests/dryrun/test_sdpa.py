@@ -13,6 +13,8 @@ from automodel_cli.dryrun.types import RankResult, TraceRequest
 from tests.dryrun.test_tiny import _BF16, _LAYERS, _PLAIN
 from tests.dryrun.traces import trace_in_fork
 
+pytestmark = pytest.mark.slow
+
 _TOKENS, _HEADS, _MICROBATCHES = 2048, 4, 2
 _DATA = (f"data.seq_len={_TOKENS}", "data.generator=null", "data.path=none.jsonl", "train.microbatch_size=1")
 _MASK = 2 * _TOKENS**2  # bytes of one in bfloat16
@@ -35,7 +37,6 @@ def _launched(found: RankResult, of: str) -> int:
     return int(sum(line.count for line in found.kernels if of in line.what))
 
 
-@pytest.mark.slow
 def test_packed_rows_keep_a_mask_of_16_bits_a_layer_and_no_scores_of_heads() -> None:
     masked, packed = (_traced(attention, 700) for attention in ("sdpa", "packed"))
     assert _launched(masked, "efficient_attention") == 2 * _LAYERS * _MICROBATCHES

@@ -41,8 +41,6 @@ from tests.dryrun.traces import ends_of_steps, failed_in_fork, trace_in_fork
 from tests.e2e.command import automodel
 from tests.errors import assert_error, raises
 
-pytestmark = pytest.mark.nightly  # its slow tests
-
 _LAYERS = 2
 _PLAIN = (
     f"model.config.num_hidden_layers={_LAYERS}",
@@ -76,6 +74,7 @@ def test_parameters_optimizer_states_and_gradients_of_one_gpu_are_those_of_the_c
         assert exact <= found.peak_by_kind[kind] <= exact + 512 * 3 * tensors, kind
 
 
+@pytest.mark.slow
 def test_moments_in_bfloat16_take_half_the_room_and_one_kernel_a_parameter() -> None:
     whole, half = (traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN, *more) for more in ((), _HALF_MOMENTS))
     tensors = _LAYERS * 9 + 3
@@ -85,7 +84,7 @@ def test_moments_in_bfloat16_take_half_the_room_and_one_kernel_a_parameter() -> 
     assert half.num_kernels - tensors - others <= 4 * tensors, "a step size, a count and a flag beside each"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_whole_step_has_the_same_work_however_many_of_its_microbatches_were_run() -> None:
     three, five = (traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN, microbatches=n) for n in (3, 5))
     assert five.num_kernels > 1.5 * three.num_kernels
@@ -93,6 +92,7 @@ def test_a_whole_step_has_the_same_work_however_many_of_its_microbatches_were_ru
     assert three.step_kernel_seconds == pytest.approx(five.step_kernel_seconds, rel=0.002)
 
 
+@pytest.mark.slow
 def test_a_traced_plan_shows_the_peak_of_the_dry_run_in_place_of_its_estimate(tmp_path: Path) -> None:
     found = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN)
     shown = automodel(tmp_path, "plan", "-c", "llama3_8b_tp2cp2_tiny", "--gpus", "1", "--traced", *_PLAIN)
@@ -107,6 +107,7 @@ def test_a_traced_plan_shows_the_peak_of_the_dry_run_in_place_of_its_estimate(tm
     assert "set aside, of 79.1 GiB" in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_check_with_gpus_says_that_the_step_fits_or_what_it_would_hold(tmp_path: Path) -> None:
     """A vocabulary of 30 million rows of 64: 3.8 billion numbers, in float32 with two moments and gradients 57 GiB."""
     command = ("check", "-c", "llama3_8b_tp2cp2_tiny", "--gpus", "1", *_PLAIN)
@@ -193,7 +194,7 @@ def test_streams_and_events_answer_what_torch_asks_of_real_ones() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sharded_parameters_are_gathered_and_gradients_reduced_with_the_bytes_that_the_shapes_say() -> None:
     found = traced("llama3_8b_tp2cp2_tiny", 4, 0, *_PLAIN)
     reduced = sum(row["bytes"] for row in found.collectives if row["operator"] == "reduce_scatter_base")
@@ -211,8 +212,11 @@ def _sent(found: RankResult, operator: str) -> int:
     return sum(row["bytes"] for row in found.collectives if row["operator"] == operator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("in_buckets", "copies"), [("false", 2), pytest.param("true", 1, marks=pytest.mark.slow)], ids=["copied", "views"]
+    ("in_buckets", "copies"),
+    [("false", 2), pytest.param("true", 1, marks=pytest.mark.nightly)],
+    ids=["copied", "views"],
 )
 def test_ddp_holds_whole_gradients_twice_unless_they_live_in_the_buckets_and_sums_them_once(
     in_buckets: str, copies: int
@@ -226,7 +230,7 @@ def test_ddp_holds_whole_gradients_twice_unless_they_live_in_the_buckets_and_sum
     assert 4 * _TINY <= _sent(found, "allreduce") <= 4 * _TINY + 1024
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_megatron_fsdp_gathers_each_layer_for_each_pass_and_reduces_each_microbatch() -> None:
     """Shards of four ranks, padded to whole chunks. What is outside of the layers stays gathered for the step."""
     pytest.importorskip("megatron_fsdp")
@@ -253,7 +257,7 @@ def test_gradients_are_put_into_the_buckets_that_torch_would_put_them_into(limit
     assert [b.numel() for b in wrapped.bucket_buffers()] == [sum(len(arriving[i]) for i in one) for one in assignment]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_experts_receive_what_balanced_routers_send_and_all_of_it_when_every_token_goes_to_one_rank() -> None:
     balanced = traced("qwen3_moe_30b_ep8_tiny", 8, 0, microbatches=2)
     worst = traced("qwen3_moe_30b_ep8_tiny", 8, 0, microbatches=2, route="worst")
@@ -265,7 +269,7 @@ def test_experts_receive_what_balanced_routers_send_and_all_of_it_when_every_tok
     assert worst.peak > balanced.peak
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recomputation_lowers_what_activations_hold_and_runs_more_kernels() -> None:
     off, selective, full = (
         traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN, f"parallelizer.activation_checkpointing={mode}")
@@ -275,7 +279,7 @@ def test_recomputation_lowers_what_activations_hold_and_runs_more_kernels() -> N
     assert full.num_kernels > selective.num_kernels > off.num_kernels
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipeline_takes_as_long_as_its_slowest_rank_works_and_waits() -> None:
     ranks = [traced("dpo_llama3_8b_pp2_tiny", 8, rank, *_BF16) for rank in distinct_ranks(Layout(pp=2, dp_shard=4))]
     request = TraceRequest("", (), 8)
@@ -295,7 +299,7 @@ def test_a_pipeline_takes_as_long_as_its_slowest_rank_works_and_waits() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_layer_below_the_lowest_trained_one_has_a_backward_in_any_stage() -> None:
     """The second of two stages has layers 2 and 3. Freezing layer 2 saves the gradients of its weights and inputs."""
     layout = ("mesh.pp_size=2", "pipeline=1f1b", "model.config.num_hidden_layers=4", *_PLAIN[1:])
@@ -307,7 +311,7 @@ def test_no_layer_below_the_lowest_trained_one_has_a_backward_in_any_stage() -> 
     assert half.plan == pytest.approx(half.peak, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_products_of_8_bits_are_counted_at_twice_the_speed_and_keep_what_others_keep() -> None:
     """Four a linear layer: forward and its repetition, gradients of inputs and of the weight. Two casts each."""
     options = (*_PLAIN, *_BF16, "parallelizer.activation_checkpointing=full")
@@ -321,7 +325,7 @@ def test_products_of_8_bits_are_counted_at_twice_the_speed_and_keep_what_others_
     assert not in_fp8.syncs or len(in_fp8.syncs) == len(plain.syncs)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_experts_multiply_in_8_bits_without_waiting_for_sizes() -> None:
     """Six products a layer and microbatch; gradients of weights cast two operands each by expert."""
     options = (*_BF16, "parallelizer.activation_checkpointing=false", "model.fp8={experts: true}")
@@ -333,7 +337,7 @@ def test_experts_multiply_in_8_bits_without_waiting_for_sizes() -> None:
     assert not any("fp8" in line.what for line in found.syncs)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -351,7 +355,7 @@ def test_the_step_goes_through(overrides: tuple[str, ...]) -> None:
     assert found.actions.keys() == ({"F", "I", "W"} if "mesh.pp_size=2" in overrides else set())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("conf", ["dpo_llama3_8b_pp2_tiny", "grpo_moonlight_16b_pp2ep4_tiny"])
 def test_preferences_and_updates_of_rollouts_are_steps_too(conf: str) -> None:
     found = traced(conf, 8, 4)
@@ -406,12 +410,13 @@ def test_microbatches_that_the_schedule_cannot_run_are_refused_with_some_that_it
 _TAUGHT = ("teacher.pretrained=Qwen/Qwen3-0.6B", "data.generator.num_train=100")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("conf", "overrides", "tokens"),
     [
         ("quickstart_kd", _TAUGHT, 64),
-        pytest.param("quickstart_kd", (*_TAUGHT, "objective.top_k=null"), 354, marks=pytest.mark.slow),
-        pytest.param("quickstart_rm", ("objective.margin=true",), None, marks=pytest.mark.slow),
+        pytest.param("quickstart_kd", (*_TAUGHT, "objective.top_k=null"), 354, marks=pytest.mark.nightly),
+        pytest.param("quickstart_rm", ("objective.margin=true",), None, marks=pytest.mark.nightly),
     ],
 )
 def test_objectives_are_given_the_columns_that_they_read(
@@ -430,6 +435,7 @@ def test_objectives_are_given_the_columns_that_they_read(
         }
 
 
+@pytest.mark.slow
 def test_mfu_counts_adapters_as_a_run_does() -> None:
     """Rank 4 on all linear layers of the two; a frozen matrix has no gradient."""
     found = traced("llama3_8b_tp2cp2_tiny", 1, 0, "model.lora={rank: 4}", *_PLAIN, document=32)
@@ -447,7 +453,7 @@ def test_mfu_of_a_reward_model_counts_one_value_of_a_token_and_no_vocabulary() -
     assert found.model_flops_per_token == 6 * (2 * matrices + 64) + attention
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_does_not_fit_is_told_with_changes_that_were_run_and_the_best_comes_first() -> None:
     wide = ("train.microbatch_size=8", "parallelizer.activation_checkpointing=false")
     before = traced("llama3_8b_tp2cp2_tiny", 1, 0, *_PLAIN, *wide)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
 from tests.composites import repository, tensors
 from tests.e2e.command import automodel, curve, write_config
+
+pytestmark = pytest.mark.slow
 
 
 def _hash(data: bytes) -> str:

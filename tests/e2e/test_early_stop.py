@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.command import automodel, metrics, write_config
+
+pytestmark = pytest.mark.slow
 
 SCORES = """
 from automodel_cli.training.callback import Callback

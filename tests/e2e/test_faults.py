@@ -437,7 +437,6 @@ def test_a_damaged_checkpoint_through_the_command_line(tmp_path: Path) -> None:
     assert [row["loss"] for row in metrics(run) if "loss" in row] == before
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_rank_that_is_stopped_is_named_and_the_run_goes_on_with_it(tmp_path: Path) -> None:
     write_config(tmp_path)

@@ -181,6 +181,7 @@ def test_one_update_on_policy_is_exactly_that(tmp_path: Path) -> None:
     assert row["num_label_tokens"] == count
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bitwise(whole: Path, tmp_path: Path) -> None:
     """Killed while it samples: every completed step that was saved stands, and the rest is what it would have been."""
     write_config(tmp_path)

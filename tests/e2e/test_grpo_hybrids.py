@@ -9,8 +9,6 @@ import pytest
 from tests.e2e.command import automodel, curve, kill_after_step, start
 from tests.e2e.test_grpo import run, same_run, samples_of, write_config
 
-pytestmark = pytest.mark.nightly  # its slow tests
-
 DENSE = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -30,13 +28,13 @@ def overrides(fields: dict[str, object], *more: str) -> list[str]:
     return [*(f"+model.config.{key}={value}" for key, value in fields.items()), "logging.report=false", *more]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "fields", "layout"),
     [
         ("qwen3_5_text", DENSE, ["mesh.pp_size=2", "pipeline=1f1b"]),
-        pytest.param("qwen3_5_text", DENSE, ["mesh.dp_size=2"], marks=pytest.mark.slow),
-        pytest.param("qwen3_5_moe_text", MOE, ["mesh.dp_size=2", "mesh.ep_size=2"], marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", DENSE, ["mesh.dp_size=2"], marks=pytest.mark.nightly),
+        pytest.param("qwen3_5_moe_text", MOE, ["mesh.dp_size=2", "mesh.ep_size=2"], marks=pytest.mark.nightly),
     ],
     ids=["pp2", "fsdp2", "ep2"],
 )
@@ -51,7 +49,7 @@ def test_the_samplers_run_is_that_of_the_librarys_generate(
     same_run(tmp_path / "runs" / "sampler", tmp_path / "runs" / "replica")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_of_a_hybrid_goes_on_bitwise(tmp_path: Path) -> None:
     write_config(tmp_path, "qwen3_5_text")
     more = overrides(DENSE)

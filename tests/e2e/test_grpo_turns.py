@@ -11,7 +11,7 @@ from tests.e2e.command import automodel, curve, kill_after_step, metrics, start
 from tests.e2e.test_grpo import run, same_run, samples_of, write_config
 from tests.errors import assert_error
 
-pytestmark = pytest.mark.nightly  # its slow tests
+pytestmark = pytest.mark.slow
 
 STOPS = f"+model.config.eos_token_id={[1, *range(100, 260)]}"  # so many that random weights end their messages
 TOOL = [
@@ -90,7 +90,7 @@ def turns_of(run: Path) -> list[Any]:
     return [sample["turns"] for sample in samples_of(run)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "overrides",
     [["mesh.dp_size=2"], ["mesh.pp_size=2", "pipeline=1f1b"], ["mesh.tp_size=2", "mesh.dp_size=1"], ["rollout=hf"]],
@@ -149,7 +149,7 @@ class Late(Calculator):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_bitwise_the_same_in_any_order_of_answers_and_after_a_kill(played: Path, tmp_path: Path) -> None:
     """Answers come after random times, and the run is killed between its two steps; the other had neither."""
     write_config(tmp_path)
@@ -167,7 +167,7 @@ def test_a_run_is_bitwise_the_same_in_any_order_of_answers_and_after_a_kill(play
     assert weights[0] == weights[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_learns_to_call_its_tool(tmp_path: Path) -> None:
     """Random weights call the calculator in 3 of 100 messages; each call that gives a number is worth 1, in two turns.
     Nothing else is rewarded, and the held-out conversations are greedy."""

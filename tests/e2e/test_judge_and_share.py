@@ -27,8 +27,6 @@ from automodel_cli.run.commands.chat import Speaker
 from tests.e2e.command import automodel, cold, environment, metrics, write_config
 from tests.errors import assert_error
 
-pytestmark = pytest.mark.nightly  # its slow tests
-
 CHOICES = [
     {"question": "Give the larger of 64 and 29.", "choices": ["64", "29"], "answer": 0},
     {"question": "Say UQ again.", "choices": ["QU", "UQ", "no"], "answer": "UQ"},
@@ -89,6 +87,7 @@ def prompt(tokenizer: Any, question: str) -> torch.Tensor:
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_those_of_transformers(home: Path) -> None:
     tokenizer, model = loaded(home)
     found = results(home)["answers"]
@@ -163,7 +162,7 @@ def test_tasks_that_a_run_could_not_ask_are_refused_before_it_trains(
     assert "step 1/" not in refused.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tasks_of_a_pipeline_find_what_one_process_finds_on_its_export(home: Path) -> None:
     words = ("train.max_steps=12", "optimizer.lr=0.01", "mesh.pp_size=2", "pipeline=1f1b", "run_name=two")
     done = automodel(home, "tiny.yaml", *words, "data.generator.num_validation=5")
@@ -183,7 +182,7 @@ def test_tasks_of_a_pipeline_find_what_one_process_finds_on_its_export(home: Pat
     assert last["step"] == 12 and {key: last[key] for key in means(found)} == pytest.approx(means(found))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_find_what_one_found(home: Path) -> None:
     """Samples too: a question's seeds are its own, whoever asks it."""
     one = results(home)
@@ -228,7 +227,7 @@ def test_chat_says_what_transformers_generates_and_lines_of_a_pipe_share_a_conve
     assert asked == [[lines[0]], second, [lines[3]]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_chat_with_unmerged_adapters_beside_their_base_says_what_peft_and_transformers_generate(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,7 +338,7 @@ def test_push_can_be_looked_at_first(home: Path) -> None:
     assert_error(automodel(home, "push", "tiny", "tiny").stderr, "invalid_value", values=("tiny", "owner/name"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not (find_spec("fastapi") and find_spec("uvicorn") and shutil.which("curl")), reason="no server")
 def test_the_curl_line_of_serve_works(home: Path) -> None:
     with socket.socket() as free:

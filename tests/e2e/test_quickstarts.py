@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.command import automodel, metrics
 from tests.pages import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # a release check runs the first one
+pytestmark = pytest.mark.nightly  # a release check runs the first one
 
 
 @pytest.fixture(scope="module")

@@ -162,6 +162,7 @@ def test_a_lost_rank_and_a_cancelled_job_cost_no_more_than_they_must(folder: Pat
     assert_same_bits(run, whole)
 
 
+@pytest.mark.slow
 def test_what_slurm_refuses_leaves_nothing_behind(folder: Path) -> None:
     done = automodel(folder, "submit", "-c", "tiny.yaml", *_SIZE, "--partition", "nowhere", "run_name=refused")
     assert done.returncode == 1

@@ -17,6 +17,8 @@ from tests.e2e.command import automodel, curve, start, write_config
 from tests.errors import assert_error
 from tests.object_storage import s3_bucket
 
+pytestmark = pytest.mark.slow
+
 MORE = ["train.max_steps=16", "checkpoint.every=2", "logging.report=false", "data.generator.num_train=40"]
 TRAIN = ["finetune", "llm", "-c", "tiny.yaml", *MORE]
 

@@ -19,6 +19,8 @@ from tests.e2e.command import TINY, automodel, curve, environment, start_cold
 from tests.errors import assert_error
 from tests.object_storage import s3_bucket
 
+pytestmark = pytest.mark.slow
+
 STEPS = ("train.max_steps=60", "checkpoint.every=10", "logging.report=false", "data.streaming.block_rows=8")
 
 
@@ -55,7 +57,6 @@ def rank_1(process: subprocess.Popen[str], metrics: Path, steps: int) -> int:
     return next(int(pid) for pid in children if "RANK=1" in Path(f"/proc/{pid}/environ").read_text().split("\0"))
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_on_two_ranks_and_on_one(tmp_path: Path, s3: str) -> None:
     corpus(fsspec.filesystem("s3"), f"{s3}/rows")
     config(tmp_path, f"{s3}/rows")
@@ -124,7 +125,6 @@ sys.exit(run(["data", "prepare", "-c", "tiny.yaml"]))
 """
 
 
-@pytest.mark.slow
 def test_a_run_beside_the_preparation_of_its_data(tmp_path: Path) -> None:
     """It starts with the first shards, waits for the others, and trains as a run on complete shards."""
     (tmp_path / "rows").mkdir()

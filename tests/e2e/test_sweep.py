@@ -76,6 +76,7 @@ def test_what_cannot_run_is_refused_before_the_first_run(
     assert not (home / "runs").exists()
 
 
+@pytest.mark.slow
 def test_finished_runs_are_skipped_the_best_is_on_top_and_a_run_is_the_same_as_alone(home: Path) -> None:
     done = automodel(home, *SWEEP, "optimizer.lr=1e-3,1e-2")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -88,6 +88,7 @@ MORE_LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.command import automodel, environment
 from tests.pages import ROOT, blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 PAGES = [
     "chat",

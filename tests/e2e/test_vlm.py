@@ -21,8 +21,6 @@ from tests.e2e.command import automodel
 from tests.errors import assert_error
 from tests.vision import repository, rows
 
-pytestmark = pytest.mark.nightly  # its slow tests
-
 CONFIG = """
 defaults: [vlm, _self_]
 model: {pretrained: original}
@@ -49,8 +47,8 @@ def _train(folder: Path, name: str, *overrides: str) -> list[dict]:
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("llava", marks=pytest.mark.slow)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("llava", marks=pytest.mark.nightly)])
 def test_two_ranks_some_without_pictures_train_as_one(kind: str, tmp_path: Path):
     _project(tmp_path, kind)
     one = _train(tmp_path, "one")
@@ -66,7 +64,7 @@ def test_two_ranks_some_without_pictures_train_as_one(kind: str, tmp_path: Path)
     assert max((exported[name] - weights[name]).abs().max().item() for name in exported) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["qwen3_vl", "llava", "qwen3_vl_moe", "gemma3"])
 def test_layouts_train_and_export_as_one_rank(kind: str, tmp_path: Path):
     _project(tmp_path, kind)
@@ -87,7 +85,7 @@ def test_layouts_train_and_export_as_one_rank(kind: str, tmp_path: Path):
         AutoModelForImageTextToText.from_pretrained(tmp_path / "runs" / name / "export")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_text_model_is_quantized_and_the_layers_of_pictures_are_not(tmp_path: Path):
     pytest.importorskip("compressed_tensors")
     _project(tmp_path)
@@ -108,6 +106,7 @@ def test_the_text_model_is_quantized_and_the_layers_of_pictures_are_not(tmp_path
     assert linear - {key.removesuffix(".weight") for key in layers} == linear & set(quantization["ignore"])
 
 
+@pytest.mark.slow
 def test_a_first_stage_without_the_layers_of_pictures_is_refused(tmp_path: Path):
     _project(tmp_path)
     given = ("mesh.pp_size=2", "pipeline=1f1b", "pipeline.layout=Et|ttL")
@@ -116,6 +115,7 @@ def test_a_first_stage_without_the_layers_of_pictures_is_refused(tmp_path: Path)
     assert_error(done.stdout + done.stderr, "stage_count", "pipeline.layout")
 
 
+@pytest.mark.slow
 def test_the_export_is_the_repository_with_trained_weights_and_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -192,12 +192,13 @@ def _chat_reads_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 ADAPTERS = ("model.lora={rank: 4}", "model.vision.tower=adapters", "model.vision.projector=adapters")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
         ("qwen3_vl", ADAPTERS),
-        pytest.param("llava", ADAPTERS, marks=pytest.mark.slow),
-        pytest.param("llava", (*ADAPTERS, "mesh.pp_size=2", "pipeline=1f1b"), marks=pytest.mark.slow),
+        pytest.param("llava", ADAPTERS, marks=pytest.mark.nightly),
+        pytest.param("llava", (*ADAPTERS, "mesh.pp_size=2", "pipeline=1f1b"), marks=pytest.mark.nightly),
         pytest.param(
             "llava",
             (
@@ -205,7 +206,7 @@ ADAPTERS = ("model.lora={rank: 4}", "model.vision.tower=adapters", "model.vision
                 "model.vision.tower=frozen",
                 "model.vision.projector=adapters",
             ),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -254,7 +255,7 @@ def _continues_adapters(folder: Path) -> None:
     assert all((straight[key] - read[key]).abs().max() < 1e-6 for key in straight)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resumed_run_ends_with_the_weights_of_one_run_and_refuses_an_edited_picture(tmp_path: Path):
     _project(tmp_path)
     _train(tmp_path, "halves", "train.max_steps=2", "lr_scheduler=constant")

@@ -52,7 +52,6 @@ def _judged(folder: Path) -> None:
     (folder / "data/judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_sources_of_the_reference_and_numbers_of_ranks_train_alike(tmp_path: Path):
     _project(tmp_path)

@@ -203,6 +203,7 @@ def test_a_misspelt_section_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
     assert_error(capsys.readouterr().err, "unknown_name", "optimiser", fix="fix   automodel options optimizer")
 
 
+@pytest.mark.slow
 def test_it_is_quick_and_torch_free(tmp_path: Path) -> None:
     check_quick(
         tmp_path, 1.4, "torch,numpy,rich,transformers,hydra", "options"

@@ -59,6 +59,7 @@ def start_cold(folder: Path, *arguments: str, launcher: tuple[str, ...] = (), **
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_through_the_real_command(toy: Path) -> None:
     process = start_cold(toy, "finetune", "llm", "-c", "toy.yaml", *TRUST, "mesh.dp_size=2")
     out, err = process.communicate(timeout=120)
@@ -70,6 +71,7 @@ def test_two_ranks_through_the_real_command(toy: Path) -> None:
     assert not list(toy.glob("automodel-*")), "no temporary folder stays behind"
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_rank_runs_in_place(toy: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "localhost:0")
     launcher += ("--rdzv-backend", "c10d")
@@ -205,6 +207,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_not_started_again(toy: Path
     assert re.search(r"RunError \[out_of_memory\]: rank 0 \(process \d+\) was killed by SIGKILL, by the kernel", err)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher finds young ranks in /proc")
 def test_the_peers_of_a_rank_that_ends_before_it_can_say_a_word_do_not_wait_for_it(toy: Path) -> None:
     """torch's launcher alone ends them 30 s later."""
@@ -217,6 +220,7 @@ def test_the_peers_of_a_rank_that_ends_before_it_can_say_a_word_do_not_wait_for_
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_while_ranks_start_again_is_for_those(toy: Path, signals: int) -> None:
     """The first one reaches a rank once it listens; the second one ends it, even where it is too young to be known."""

@@ -40,6 +40,7 @@ def test_as_little_is_recomputed_as_there_is_room_for():
     assert choose_activation_checkpointing(asked, _memory_with_room_for(none) - 1024).mode == "selective"
 
 
+@pytest.mark.slow
 def test_as_few_layers_are_recomputed_as_there_is_room_for():
     asked = request(layout=Layout(), pipeline=None, seq_len=256)
     layers = sum(len(stage.layers) for stage in make_plan(asked).stages)

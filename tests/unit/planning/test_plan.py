@@ -307,6 +307,7 @@ def test_a_layout_with_layers_that_the_model_lacks_is_refused() -> None:
 MINUTES = (("checkpoint.export_check_minutes=0",), ())
 
 
+@pytest.mark.slow
 def test_command_prints_a_plan_or_says_what_does_not_fit(tmp_path: Path) -> None:
     write_config(tmp_path)
     pipeline = ("mesh.pp_size=2", "pipeline=1f1b")
@@ -328,6 +329,7 @@ def test_command_prints_a_plan_or_says_what_does_not_fit(tmp_path: Path) -> None
     assert not (tmp_path / "no.svg").exists()
 
 
+@pytest.mark.slow
 def test_nodes_that_generate_are_not_planned_as_ranks(tmp_path: Path) -> None:
     """The recipes of four nodes: two of them serve, or all do both in turns."""
     separate = automodel(tmp_path, "plan", "-c", "grpo_qwen3_moe_30b_separate", "--gpus", "32")

@@ -109,6 +109,7 @@ def test_truncation_to_nothing_is_refused_like_a_bad_row(config):
     )
 
 
+@pytest.mark.slow
 def test_workers_give_what_one_process_gives(config, tmp_path):
     alone = prepare_data(config, tiny_tokenizer(), seed=0)
     other = replace(config, num_workers=2, cache_dir=str(tmp_path / "other"))

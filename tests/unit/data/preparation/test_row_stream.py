@@ -120,6 +120,7 @@ def loader(mixture: Mixture, rank: int, size: int, microbatch: int) -> BatchLoad
     return BatchLoader(Numbered(OF, mixture), dp_rank=rank, dp_size=size, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("layouts", [[(2, 1)], [(4, 2)], [(1, 2), (2, 4), (4, 1), (2, 2)]], ids=["2", "4", "changing"])
 def test_three_epochs_have_the_same_steps_on_any_layout_with_kills(name, layouts):

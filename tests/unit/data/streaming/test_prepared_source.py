@@ -95,6 +95,7 @@ def test_sequences_are_those_of_a_stream_of_the_text() -> None:
             assert a.cu_seqlens.equal(b.cu_seqlens)
 
 
+@pytest.mark.slow
 def test_the_order_does_not_depend_on_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real preparation beside the run: the run starts early, waits, and reads what it reads of complete shards."""
     monkeypatch.setattr(kept_shards, "PATIENCE", 60.0)

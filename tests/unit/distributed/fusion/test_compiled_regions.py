@@ -24,9 +24,7 @@ from automodel_cli.distributed.fusion.region_kernels import as_one
 from automodel_cli.training.monitors.recompile_monitor import CompileWatch
 from tests import tiny
 from tests.errors import raises
-from tests.marks import slow
-
-pytestmark = pytest.mark.nightly  # its slow tests
+from tests.marks import nightly
 
 CPU = torch.device("cpu")
 
@@ -46,7 +44,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "llama", *slow("qwen3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "llama", *nightly("qwen3")])
 def test_regions_are_found_compute_the_same_and_are_compiled_for_any_number_of_tokens_at_once(family: str) -> None:
     plain = tiny.build_hf(family)
     model = copy.deepcopy(plain)
@@ -85,6 +84,7 @@ def test_gates_in_one_product_are_found_and_other_formulas_left_alone() -> None:
     assert all(torch.allclose(part(x), result, atol=1e-6) for part, result in zip(model, want, strict=True))
 
 
+@pytest.mark.slow
 def test_the_regions_of_experts_compute_the_same_compiled() -> None:
     experts = next(m for m in tiny.build_hf("gpt_oss").modules() if hasattr(m, "is_transposed"))
     fuser = Compiled("aot_eager", CPU, torch.float32)
@@ -210,7 +210,7 @@ def test_tensors_without_values_are_counted_as_one_kernel_forward_and_one_for_ea
     assert launched == {name: norms, f"{name}, backward": 2 * norms, **others}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for a CPU")
 def test_inductor_makes_no_more_kernels_than_are_counted() -> None:
     found: dict[str, FusibleRegion] = {}

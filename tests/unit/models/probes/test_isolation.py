@@ -35,6 +35,7 @@ from tests.rounding import tolerance
 from tests.tiny import build_hf, gradient_error, gradients, packed_batch, tiny_config, token_row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*SPARSE, *OWN_ATTENTION])
 def test_packed_equals_separate_documents(family: str):
     small, model = hybrid(family)

@@ -312,6 +312,7 @@ def test_a_full_disk_is_named_and_the_good_checkpoint_kept(tiny_disk, async_save
     assert_bitwise(other.everything(), before)
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_is_a_run_error_too(tmp_path):
     code = f"""
         import resource, sys

@@ -63,6 +63,7 @@ def make_sampler(part: ModelPart, **options: Any) -> Sampler:
     return Sampler(Decoder.from_part(part), packed_attention, stop_token_ids=STOP, **{"max_num_seqs": 3, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_generate_and_logprobs_those_of_the_trainer(family: str):
     part, model = built(family)

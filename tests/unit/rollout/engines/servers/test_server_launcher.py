@@ -157,6 +157,7 @@ def test_gpus_of_servers_are_no_gpus_of_ranks() -> None:
         separate.num_ranks(8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "code", "key"),
     [
