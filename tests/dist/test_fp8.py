@@ -7,6 +7,7 @@ bits, as under tensor parallelism, single layers are compared in float64, where 
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from automodel_cli.distributed.float8 import linear as float8_linear
 from automodel_cli.distributed.float8.quantization import RECIPES, Arithmetic
 from automodel_cli.distributed.mesh import build_mesh
 from automodel_cli.distributed.mesh_config import MeshConfig
+from automodel_cli.distributed.tensor_parallel import sequence_parallel
 from automodel_cli.models.fp8_config import Fp8Config
 from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.objectives.sft import SFT
-from automodel_cli.parity.batches import step_batches
+from automodel_cli.parity.batches import packed_batch, step_batches, token_row
 from automodel_cli.parity.cases import FP32, Case
 from automodel_cli.parity.compare import GradientRecorder, build_parity_stages
 from automodel_cli.parity.reference import Original
@@ -63,17 +65,27 @@ def originals(tmp_path_factory):
 
 def steps(rank, world, original, rows):
     """(loss, norm, gradients that this rank has) of one real step for each row."""
-    found = []
-    for row in rows:
-        mesh = build_mesh(row.mesh.resolve(world), "cpu")
-        every = step_batches(packed=True, count=row.num_microbatches)
-        count = len(every) // mesh.dp_size
-        stages = build_parity_stages(original, row, mesh)
-        recorder = GradientRecorder(*stages.parts)
-        mine = every[mesh.dp_rank * count :][:count]
-        result = train_step(stages, mine, row.objective, recorder, mesh, max_grad_norm=None)
-        found.append((result.loss.item(), result.grad_norm.item(), recorder.gradients))
-    return found
+    return [step(world, original, row, step_batches(packed=True, count=row.num_microbatches)) for row in rows]
+
+
+def step(world, original, row, every):
+    mesh = build_mesh(row.mesh.resolve(world), "cpu")
+    count = len(every) // mesh.dp_size
+    stages = build_parity_stages(original, row, mesh)
+    recorder = GradientRecorder(*stages.parts)
+    mine = every[mesh.dp_rank * count :][:count]
+    result = train_step(stages, mine, row.objective, recorder, mesh, max_grad_norm=None)
+    return result.loss.item(), result.grad_norm.item(), recorder.gradients
+
+
+def gathered_steps(rank, world, original, row, documents):
+    """The step with a gather in float8 and with one in the original precision, and how often it was in float8."""
+    every = [packed_batch([[token_row(n, seed=10 * i + n) for n in one] for one in documents]) for i in range(2)]
+    with mock.patch.object(sequence_parallel, "gather_input", wraps=sequence_parallel.gather_input) as gather:
+        found = step(world, original, row, every)
+        count = gather.call_count
+        with mock.patch.object(sequence_parallel, "can_gather_input", lambda own, fp8: False):
+            return found, step(world, original, row, every), count
 
 
 def relative(got, want):
@@ -112,24 +124,41 @@ NEAR = {
 at once, and a power of two for all of them matters only to numbers below 2^-14 of the largest."""
 
 
+GATHERED = {
+    f"{recipe}, {len(documents)} sequences, {recompute or 'saved'}": (
+        over(replace(ONE, fp8=Fp8Config(recipe, emulate=True)), tp_size=2, sequence_parallel=True, recompute=recompute),
+        documents,
+    )
+    for recipe, documents, recompute in (
+        ("rowwise", ((9, 7, 16), (20, 12)), False),
+        ("rowwise", ((20, 12),), "selective"),
+        ("tensorwise", ((9, 7, 16), (20, 12)), "full"),
+        ("tensorwise", ((20, 12),), False),
+    )
+}
+"""Row, and the documents of each sequence."""
+
+
 def all_steps(rank, world, originals, cases):
     """And what cut layers of each recipe differ by."""
     found = {name: steps(rank, world, originals[family], [row])[0] for name, (family, row) in cases.items()}
-    return found, layers_over_tp(rank, world) if world > 1 else {}
+    if world == 1:
+        return found, {}, {}
+    gathered = {name: gathered_steps(rank, world, originals["llama"], *case) for name, case in GATHERED.items()}
+    return found, layers_over_tp(rank, world), gathered
 
 
 @pytest.fixture(scope="module")
 def found(originals):
-    """Of one process, of two ranks, and of cut layers."""
-    alone, _ = launch(all_steps, 1, originals, ALONE)
+    """Of one process, of two ranks, of cut layers, and of gathered inputs."""
+    alone, *_ = launch(all_steps, 1, originals, ALONE)
     rows = {name: (ALONE[want][0], row) for name, (want, row, *_) in (SHARED | NEAR).items()}
-    shared, cut = launch(all_steps, 2, originals, rows)
-    return alone, shared, cut
+    return alone, *launch(all_steps, 2, originals, rows)
 
 
 @pytest.mark.slow
 def test_it_is_another_arithmetic_for_linear_layers_and_for_experts(found):
-    alone, _, _ = found
+    alone, *_ = found
     assert 1e-3 < relative(alone["without"], alone["dense"]) < 0.2
     assert 1e-3 < relative(alone["without"], alone["blocks"]) < 0.2
     assert 1e-3 < relative(alone["no experts"], alone["experts"]) < 0.2
@@ -138,26 +167,34 @@ def test_it_is_another_arithmetic_for_linear_layers_and_for_experts(found):
 
 @pytest.mark.parametrize("name", SHARED)
 def test_two_ranks_have_the_numbers_of_one_process(name, found):
-    alone, shared, _ = found
+    alone, shared, *_ = found
     assert relative(shared[name], alone[SHARED[name][0]]) < 1e-6
 
 
 @pytest.mark.parametrize("name", NEAR)
 def test_where_other_numbers_share_a_scale_or_sums_round_first_single_roundings_differ(name, found):
-    alone, shared, _ = found
+    alone, shared, *_ = found
     want, _, limit = NEAR[name]
     assert relative(shared[name], alone[want]) < limit
 
 
 def test_adapters_are_all_that_has_gradients(found):
-    _, shared, _ = found
+    _, shared, *_ = found
     assert all("lora" in name for name in shared["adapted"][2])
 
 
 def test_a_cut_layer_casts_as_a_whole_one(found):
     """Largest magnitudes are on one of the ranks only."""
-    *_, cut = found
+    *_, cut, _ = found
     assert cut and all(worst < 1e-12 for worst in cut.values())
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_inputs_gathered_in_float8_change_no_bit(name, found):
+    (loss, norm, gradients), (want_loss, want_norm, want), count = found[-1][name]
+    assert count == (2 if "saved" in name else 4) * NUM_MICROBATCHES * 2  # blocks and layers
+    assert (loss, norm) == (want_loss, want_norm)
+    assert gradients.keys() == want.keys() and all(torch.equal(gradients[key], want[key]) for key in want)
 
 
 def numbers(*shape, seed):

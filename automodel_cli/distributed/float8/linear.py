@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed.float8.grouped_gemm import require_grouped
 from automodel_cli.distributed.float8.quantization import Arithmetic, autocast_dtype, require_float8
+from automodel_cli.distributed.float8.token_gather import GatheredInput, gathered_of
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.sharded_linear import linear_over_tp
 from automodel_cli.distributed.tensors import to_local
@@ -43,11 +44,14 @@ class Fp8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.fp8.paused:
             return super().forward(x)
-        weight = self.weight
+        weight, gathered = self.weight, gathered_of(x)
         dtype = autocast_dtype(x.device)
         if dtype is not None:
             x, weight = x.to(dtype), cast(nn.Parameter, weight.to(dtype))
-        y = _over_tp(x, weight, self.fp8) if isinstance(weight, DTensor) else _matmul(x, weight, self.fp8, _UNSHARDED)
+        if isinstance(weight, DTensor):
+            y = _over_tp(x, weight, self.fp8, gathered)
+        else:
+            y = _matmul(x, weight, self.fp8, _UNSHARDED, None)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
@@ -88,6 +92,13 @@ def exclude_indivisible(part: nn.Module, device: torch.device, fuser: RegionComp
             layers[0].fp8.recipe.multiple,
             sizes,
         )
+
+
+def arithmetic_of(layers: Sequence[nn.Module]) -> Arithmetic | None:
+    """Return the arithmetic of layers that all compute in float8 at present, or None."""
+    of_layers = _arithmetics(layers)
+    all_compute = all(isinstance(layer, Fp8Linear) and not layer.fp8.paused for layer in layers)
+    return of_layers[0] if all_compute and len(of_layers) == 1 else None
 
 
 @contextmanager
@@ -131,38 +142,54 @@ class _Sharding(NamedTuple):
 _UNSHARDED = _Sharding()
 
 
-def _over_tp(x: Tensor, weight: DTensor, fp8: Arithmetic) -> Tensor:
+def _over_tp(x: Tensor, weight: DTensor, fp8: Arithmetic, gathered: GatheredInput | None) -> Tensor:
     def compute(local_x: Tensor, local_w: Tensor, placement: Shard, mesh: DeviceMesh) -> Tensor:
-        return _matmul(local_x, local_w, fp8, _Sharding(placement.dim, mesh.get_group()))
+        return _matmul(local_x, local_w, fp8, _Sharding(placement.dim, mesh.get_group()), gathered)
 
     return linear_over_tp(x, weight, compute)
 
 
-def _matmul(x: Tensor, weight_OI: Tensor, fp8: Arithmetic, sharding: _Sharding) -> Tensor:
-    y_TO: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI, fp8, sharding)
+def _matmul(
+    x: Tensor, weight_OI: Tensor, fp8: Arithmetic, sharding: _Sharding, gathered: GatheredInput | None
+) -> Tensor:
+    y_TO: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI, fp8, sharding, gathered)
     return y_TO.view(*x.shape[:-1], len(weight_OI))
 
 
 class _Linear(Function):
     """Linear function in float8. Saves inputs and weight in their own precision, as torch's does, if gradients need
     them.
+
+    Only the shape of `x_TI` is read if `gathered` has its casts.
     """
 
     @staticmethod
-    def forward(ctx: Ctx, x_TI: Tensor, weight_OI: Tensor, fp8: Arithmetic, sharding: _Sharding) -> Tensor:
+    def forward(
+        ctx: Ctx,
+        x_TI: Tensor,
+        weight_OI: Tensor,
+        fp8: Arithmetic,
+        sharding: _Sharding,
+        gathered: GatheredInput | None,
+    ) -> Tensor:
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         # Not the float8 casts: backward needs them along the other dimension, and with other scales.
-        ctx.save_for_backward(x_TI if wants_weight else None, weight_OI if wants_x else None)
+        saved: Sequence[Tensor] = (x_TI,) if gathered is None else gathered.saved
+        ctx.save_for_backward(weight_OI if wants_x else None, *(saved if wants_weight else ()))
         ctx.fp8, ctx.sharding, ctx.dtype = fp8, sharding, weight_OI.dtype
+        ctx.shared = None if gathered is None else gathered.shared
+        if ctx.shared is not None:
+            ctx.shared.num_layers += wants_weight
         by_row = fp8.recipe.by_row
-        x = fp8.operand(x_TI, group=sharding.of_features(1, by_row, transposed=False))
+        group = sharding.of_features(1, by_row, transposed=False)
+        x = fp8.operand(x_TI, group=group) if gathered is None else gathered.operand
         weight = fp8.operand(weight_OI, group=sharding.of_weight(by_row, transposed=False))
         return fp8.product(x, weight, x_TI.dtype, fast=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Ctx, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, weight_OI = ctx.saved_tensors
+        weight_OI, *saved = ctx.saved_tensors
         fp8, sharding, recipe = ctx.fp8, ctx.sharding, ctx.fp8.recipe
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         grad_x = grad_weight = None
@@ -174,11 +201,16 @@ class _Linear(Function):
             grad = fp8.operand(grad_TO, recipe.gradient, group=sharding.of_features(0, recipe.by_row, transposed=False))
             grad_x = fp8.product(grad, weight, grad_TO.dtype)
         if wants_weight and recipe.exact_weight_gradient:
-            grad_weight = grad_TO.t() @ x_TI
+            grad_weight = grad_TO.t() @ saved[0]
         elif wants_weight:
             grad = fp8.operand(
                 grad_TO, recipe.gradient, transposed=True, group=sharding.of_features(0, recipe.by_row, transposed=True)
             )
-            x = fp8.operand(x_TI, transposed=True, group=sharding.of_features(1, recipe.by_row, transposed=True))
+            group = sharding.of_features(1, recipe.by_row, transposed=True)
+            x = (
+                fp8.operand(saved[0], transposed=True, group=group)
+                if ctx.shared is None
+                else ctx.shared.transposed(saved)
+            )
             grad_weight = fp8.product(grad, x, ctx.dtype)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None

@@ -12,7 +12,8 @@ the embedding output.
 
 If all layers of a block follow the plan, the block gathers into a DTensor. Its column-parallel layers leave the
 gradient partial, so that one reduce-scatter is enough for all of them. Any other block gathers a plain tensor, whose
-gradient is complete on every rank.
+gradient is complete on every rank. If the column-parallel layers of the block compute in float8, float8 values are
+gathered where that is exact (`float8/token_gather.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
+from automodel_cli.distributed.float8.linear import arithmetic_of
+from automodel_cli.distributed.float8.token_gather import can_gather_input, gather_input
 from automodel_cli.distributed.scatter_gather import gather_from_group, padding, scatter_to_group
 from automodel_cli.distributed.tensor_parallel.styles import SumParameterGradients
 
@@ -150,9 +153,14 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
+    readers = _column_parallel_layers(block) if is_uniform else []
+
     def gather(block: nn.Module, args: _Args, kwargs: _Keywords) -> tuple[_Args, _Keywords]:
         def gathered(own_BtD: Tensor) -> Tensor:
             num_tokens = _num_tokens(kwargs, own_BtD, mesh)
+            fp8, has_padding = arithmetic_of(readers), own_BtD.shape[_TOKENS] * mesh.size() != num_tokens
+            if fp8 is not None and not has_padding and can_gather_input(own_BtD, fp8):
+                return gather_input(own_BtD, fp8, mesh)
             return (_gather_partial if is_uniform else gather_tokens)(own_BtD, mesh, num_tokens)
 
         return _with_hidden(args, kwargs, gathered)
@@ -166,6 +174,12 @@ def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
 
     block.register_forward_pre_hook(gather, with_kwargs=True)
     block.register_forward_hook(scatter, with_kwargs=True)
+
+
+def _column_parallel_layers(block: nn.Module) -> list[nn.Module]:
+    """Return the layers of a uniform block that read its input."""
+    weights = ((module, getattr(module, "weight", None)) for module in block.modules())
+    return [m for m, weight in weights if isinstance(weight, DTensor) and weight.placements == (Shard(0),)]
 
 
 def _gather_partial(own_BtD: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
