@@ -78,9 +78,10 @@ class Watch:
 
 
 def _pasted(composed: Composed, problem: Problem, text: str, trust: Any) -> set[tuple[str, str]]:
-    """What is wrong with the config once the fix is typed; an unknown key is taken away for it."""
+    """What is wrong with the config once the fix is typed; an unknown key or section is taken away for it."""
     removes = f"~{problem.key}" in fix_syntax.shell_words(text)
-    instead = [f"~{problem.key}"] if problem.message.startswith("unknown key") and not removes else []
+    is_unknown = problem.message.startswith(("unknown key", "unknown section"))
+    instead = [f"~{problem.key}"] if is_unknown and not removes else []
     return {(p.key, p.message) for p in _problems(composed, [*instead, *fix_syntax.shell_words(text)], trust)}
 
 

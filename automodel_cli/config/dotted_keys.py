@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
+
+_ABSENT = object()
 
 
 def join(key: str, name: object) -> str:
@@ -11,16 +15,27 @@ def join(key: str, name: object) -> str:
 
 
 def value_at(tree: object, key: str, default: object = None) -> object:
-    """Return the value of a dotted key, or `default` if it is absent. Numbers are indices of lists."""
-    for part in key.split("."):
-        match tree:
-            case list() if part.isdecimal() and int(part) < len(tree):
-                tree = tree[int(part)]
-            case dict() if part in tree:
-                tree = tree[part]
-            case _:
-                return default
-    return tree
+    """Return the value of a dotted key, or `default` if it is absent. Numbers are indices of lists.
+
+    Names may contain dots, as in `values_by_key`. Fields of dataclasses are names, too.
+    """
+    for name in itertools.accumulate(key.split("."), "{}.{}".format):
+        value = _entry(tree, name)
+        if value is not _ABSENT and name != key:
+            value = value_at(value, key[len(name) + 1 :], _ABSENT)
+        if value is not _ABSENT:
+            return value
+    return default
+
+
+def _entry(tree: object, name: str) -> object:
+    match tree:
+        case list() | tuple() if name.isdecimal() and int(name) < len(tree):
+            return tree[int(name)]
+        case dict():
+            return tree.get(name, _ABSENT)
+    is_node = dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+    return vars(tree).get(name, _ABSENT) if is_node else _ABSENT
 
 
 def values_by_key(tree: object, key: str = "") -> Iterator[tuple[str, object]]:

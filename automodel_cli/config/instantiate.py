@@ -7,7 +7,7 @@ from typing import Any
 
 from automodel_cli.config.composition.compose import Composed
 from automodel_cli.config.diagnostics import Origin, Problem, format_value
-from automodel_cli.config.dotted_keys import join
+from automodel_cli.config.dotted_keys import join, value_at
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.fix_syntax import map_keys
 from automodel_cli.config.security import targets
@@ -103,21 +103,13 @@ def _fields(value: object) -> dict[str, object]:
 
 def _effective(node: BoundTarget, arguments: dict[str, object], key: str) -> object:
     """Return the value of a key relative to the rejected node: as set, or the default."""
-    name, *rest = key.split(".")
+    name, _, rest = key.partition(".")
     if name in arguments:
         value = arguments[name]
     else:
         parameter = node.signature.parameters[name]
         value = parameter.default() if parameter.is_factory else parameter.default
-    for part in rest:
-        match value:
-            case list() | tuple():
-                value = value[int(part)]
-            case dict():
-                value = value[part]
-            case _:
-                value = getattr(value, part)
-    return value
+    return value_at(value, rest) if rest else value
 
 
 def _contains_wrong(built: object) -> bool:

@@ -18,6 +18,7 @@ from automodel_cli.config.composition.overrides import apply_override, split_ove
 from automodel_cli.config.composition.yaml_limits import MAX_CHARACTERS, MAX_DEPTH, check_file, too_large
 from automodel_cli.config.composition.yaml_marks import read_marks, yaml_error
 from automodel_cli.config.diagnostics import DEFAULT, Origin, Problem, as_error
+from automodel_cli.config.dotted_keys import value_at
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.keys.exclusive import replace_alternatives
 from automodel_cli.config.security import secrets
@@ -117,17 +118,12 @@ class Composed:
         raw: object = OmegaConf.to_container(self._config, resolve=False)
         return cast("dict[str, Any]", raw)
 
-    def shown(self, key: str) -> Any:
+    def shown(self, key: str) -> object:
         """Return the value of `key` in `public`, or the interpolation that contains the key."""
-        value: Any = self.public()
-        for part in key.split("."):
-            match value:
-                case str():
-                    break
-                case list():
-                    value = value[int(part)]
-                case _:
-                    value = value[part]
+        public, absent = self.public(), object()
+        while (value := value_at(public, key, absent)) is absent:
+            key = key.rpartition(".")[0]
+            assert key, "the key is in the config"
         return value
 
     def to_yaml(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from automodel_cli.config import fix_syntax
 from automodel_cli.config.composition import data_paths, hydra_adapter
 from automodel_cli.config.composition.yaml_limits import check_override
 from automodel_cli.config.diagnostics import COMMAND_LINE, Origin
@@ -68,9 +69,9 @@ def _parse(text: str) -> hydra_adapter.Override:
     try:
         override = hydra_adapter.parse(text)
     except hydra_adapter.HydraException as error:
-        quoted = "'" + f'{key}="{value}"' + "'"
         message = f"{text} cannot be parsed. Quote the value"
-        raise ConfigError(message, code="invalid_override", keys=(key,), origin=origin, fix=quoted) from error
+        fix = fix_syntax.override(key, value)
+        raise ConfigError(message, code="invalid_override", keys=(key,), origin=origin, fix=fix) from error
     if override.is_sweep_override():
         raise _several_values(key, value, origin)
     return override

@@ -94,13 +94,18 @@ def _closest(key: str, candidates: list[str]) -> str:
 
 
 def _set(key: str, value: object) -> Suggestion:
-    """Return `key=value` quoted for a shell. Sections and null are not carried over."""
+    """Suggest `key=value`. Sections and null are not carried over."""
+    if value is None or isinstance(value, dict):
+        return Suggestion(None, f"{key} here")
+    return Suggestion(set_key(key, value))
+
+
+def set_key(key: str, value: object) -> str:
+    """Return `key=value` quoted for a shell. Of sections, only the empty one has a spelling."""
     text = format_value(value, limit=1000)
     match value:
-        case dict() | None:
-            return Suggestion(None, f"{key} here")
         case list():
-            return Suggestion(shlex.quote(f"{key}={text.replace(', ', ',')}"))
+            return shlex.quote(f"{key}={text.replace(', ', ',')}")
         case str():
-            return Suggestion(override(key, text))
-    return Suggestion(f"{key}={text}")
+            return override(key, text)
+    return f"{key}={text}"

@@ -71,7 +71,13 @@ def test_a_good_config_becomes_objects() -> None:
         ("data.column_mapping={a: 1}", "wrong_type", ("data.column_mapping.a", 1), "data.column_mapping.a='\"1\"'"),
         ("mesh=4", "wrong_type", ("Mesh", 4), None),
         ("train.max_stepz=3", "unknown_key", (), "train.max_steps=3"),
-        ("trian.max_steps=3", "unknown_key", ("trian",), "call it train"),
+        ("trian.max_steps=3", "unknown_key", ("trian",), "train.max_steps=3"),
+        ("model.adaptor.rank=4", "unknown_key", ("model.adaptor",), "model.adapter.rank=4"),
+        ("modle.adapter.rank=4", "unknown_key", ("modle",), "model.adapter.rank=4"),
+        ("model.adaptor={rank: 4, alpha: 2}", "unknown_key", (), "model.adapter.rank=4 model.adapter.alpha=2"),
+        ("model.adaptor=null", "unknown_key", (), "model.adapter=null"),
+        ("model.adaptor={}", "unknown_key", (), "model.adapter={}"),
+        ("dta.column_mapping.a=b", "unknown_key", (), "data.column_mapping.a=b"),
         ("train.lr=3", "unknown_key", (), "optimizer.lr=3"),
         ("micro_batch_size=2", "unknown_key", (), "train.microbatch_size=2"),
         ("cutoff_len=256", "unknown_key", (), "data.seq_len=256"),
@@ -545,3 +551,22 @@ def test_names_of_modules_may_have_dots(tmp_path: Path) -> None:
     plan = "parallelizer: {tp_plan: {model.layers.*.mlp.up_proj: colwise}}"
     (tmp_path / "x.yaml").write_text(f"defaults: [quickstart, _self_]\n{plan}\nmesh: {{tp_size: 2}}\n")
     assert check_config(compose(tmp_path / "x.yaml")).parallelizer.tp_plan == {"model.layers.*.mlp.up_proj": "colwise"}
+
+
+@pytest.mark.parametrize(("value", "code"), [("many", "wrong_type"), (-4, "out_of_range")])
+def test_an_error_shows_the_value_of_a_name_with_dots(tmp_path: Path, value: object, code: str) -> None:
+    name = "layers.0.q_proj"
+    lora = f"model: {{lora: {{rank_pattern: {{{name}: {value}}}}}}}"
+    (tmp_path / "x.yaml").write_text(f"defaults: [quickstart, _self_]\n{lora}\n")
+    with raises(ConfigError, code, keys=(f"model.lora.rank_pattern.{name}",)) as error:
+        check_config(compose(tmp_path / "x.yaml"))
+    assert f"{name}={value} (" in (error.value.origin or "")
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [("optimizr=muon", "optimizer=muon"), ("modle.vison.tower=frozen", "model.vision.tower=frozen")],
+)
+def test_a_misspelt_section_of_a_bundled_recipe(override: str, fix: str) -> None:
+    with raises(ConfigError, "unknown_key", fix=fix):
+        check_config(compose("quickstart_vlm", [override]))
