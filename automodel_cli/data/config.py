@@ -99,7 +99,7 @@ class DataConfig(DataSources):
     """Largest number of pixels of a picture file. Rows with larger ones are invalid. For recipes of kind vlm."""
     picture_memory_gib: float = 4.0
     """Host memory for processed pictures that wait for their microbatch, for each rank [GiB]. Reading pauses at the
-    limit. For recipes of kind vlm."""
+    limit. 0 reads one microbatch ahead. For recipes of kind vlm."""
     cache_dir: str | None = None
     """Folder of prepared data. null: `$AUTOMODEL_CACHE`, otherwise the user's cache folder."""
     num_workers: int | None = None
@@ -225,7 +225,7 @@ class DataConfig(DataSources):
                 "end of each sequence",
                 code="unsupported_combination",
                 keys=("packing", "truncation"),
-                fix="data.truncation=split, or data.packing=best_fit",
+                fix=f"{self.keep_whole(self.truncation)}, or data.truncation=split (texts and chats without pictures)",
             )
         if self.cross_documents and self.packing != "wrapped":
             raise ConfigError(
@@ -233,16 +233,12 @@ class DataConfig(DataSources):
                 f"{self.packing}",
                 code="requires_setting",
                 keys=("cross_documents", "packing"),
-                fix="data.packing=wrapped",
+                fix="data.packing=wrapped, or data.cross_documents=false",
             )
-        check_range(
-            "max_invalid_fraction",
-            self.max_invalid_fraction,
-            at_least=0,
-            at_most=1,
-            fix="data.max_invalid_fraction=0.01",
-        )
-        check_range("picture_memory_gib", self.picture_memory_gib, at_least=0, note=" (0 reads one microbatch ahead)")
+        fix = "data.max_invalid_fraction=0.01"
+        check_range("max_invalid_fraction", self.max_invalid_fraction, at_least=0, at_most=1, fix=fix)
+        check_range("max_image_pixels", self.max_image_pixels, at_least=1, fix="data.max_image_pixels=50_000_000")
+        check_range("picture_memory_gib", self.picture_memory_gib, at_least=0, fix="data.picture_memory_gib=4")
         check_range("num_workers", self.num_workers, at_least=0, note=" (0 tokenizes in the main process)")
 
     def check_kind(self, kind: DataKind) -> None:
@@ -263,24 +259,20 @@ class DataConfig(DataSources):
                 keys=("data.fill_in_the_middle",),
                 fix="data.fill_in_the_middle=null",
             )
-        if kind == "labeled" and (self.packing == "wrapped" or self.truncation == "split"):
-            raise ConfigError(
-                f"packing={self.packing} with truncation={self.truncation} is not supported for labeled texts, because "
-                "it splits texts, and a part has no label of its own",
-                code="unsupported_combination",
-                keys=("data.packing", "data.truncation"),
-                fix="data.packing=best_fit data.truncation=truncate",
-            )
-        if kind not in ("preferences", "groups"):
+        if kind == "documents":
             return
-        if self.packing == "wrapped" or self.truncation in ("split", "truncate"):
+        is_labeled = kind == "labeled"
+        if self.packing == "wrapped" or self.truncation in (("split",) if is_labeled else ("split", "truncate")):
+            why = "a part has no label of its own" if is_labeled else "parts cannot be compared"
             raise ConfigError(
                 f"packing={self.packing} with truncation={self.truncation} is not supported for {_WORDS[kind]}, "
-                "because it splits texts that are compared",
+                f"because it splits texts, and {why}",
                 code="unsupported_combination",
                 keys=("data.packing", "data.truncation"),
-                fix="data.packing=best_fit data.truncation=drop",
+                fix=self.keep_whole("truncate" if is_labeled else "drop"),
             )
+        if is_labeled:
+            return
         if self.loss_mask == "all":
             raise ConfigError(
                 "loss_mask=all is not supported for preference data, because only responses are compared",
@@ -288,6 +280,12 @@ class DataConfig(DataSources):
                 keys=("data.loss_mask",),
                 fix="data.loss_mask=assistant",
             )
+
+    def keep_whole(self, truncation: LongChoice) -> str:
+        """Return the overrides with this `truncation` that put no document into two sequences."""
+        also = {"data.packing=best_fit": self.packing == "wrapped", "data.cross_documents=false": self.cross_documents}
+        also[f"data.truncation={truncation}"] = truncation != self.truncation
+        return " ".join(override for override, is_needed in also.items() if is_needed)
 
     def long_choice(self, *, is_text: bool, preferences: bool) -> LongDocuments:
         """Resolve `truncation` for plain text, for other rows, and for preference rows."""

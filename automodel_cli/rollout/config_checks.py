@@ -153,7 +153,7 @@ def check_prompt_data(data: DataConfig) -> None:
             "because it splits prompts and responses",
             code="unsupported_combination",
             keys=("data.packing", "data.truncation"),
-            fix="data.packing=best_fit data.truncation=drop",
+            fix=data.keep_whole("drop"),
         )
     for node in (data, *(data.datasets or ())):
         fmt = prompt_format(node.format)

@@ -53,7 +53,7 @@ def check_vision(kind: str, model: ModelConfig, data: DataConfig, parallelizer: 
             "tower, projector and text are all frozen, so nothing is trained",
             code="nothing_to_train",
             keys=("model.vision.tower", "model.vision.projector", "model.vision.text"),
-            fix="model.vision.projector=trained",
+            fix=f"model.vision.projector={'trained' if model.lora is None else 'adapters'}",
         )
     if data.loss_mask == "all":
         raise ConfigError(
@@ -68,7 +68,7 @@ def check_vision(kind: str, model: ModelConfig, data: DataConfig, parallelizer: 
             "pictures, because it cuts documents, and no cut may be inside a picture",
             code="unsupported_combination",
             keys=("data.packing", "data.truncation"),
-            fix="data.packing=best_fit data.truncation=drop",
+            fix=data.keep_whole("drop"),
         )
 
 
@@ -128,19 +128,24 @@ def _check_model(model: ModelConfig, parallelizer: Strategy) -> None:
 
 
 def _check_adapters(model: ModelConfig, vision: VisionConfig) -> None:
-    for name in ("tower", "projector"):
-        choice = getattr(vision, name)
-        if model.lora is None and choice == "adapters":
-            raise ConfigError(
-                f"model.vision.{name}=adapters requires model.lora, but it is null",
-                code="requires_setting",
-                keys=(f"model.vision.{name}", "model.lora"),
-                fix="model.lora={}",
-            )
-        if model.lora is not None and choice == "trained":
-            raise ConfigError(
-                f"model.vision.{name}=trained is not supported with model.lora, which trains adapters only",
-                code="requires_setting",
-                keys=(f"model.vision.{name}", "model.lora"),
-                fix=f"model.vision.{name}=frozen, or model.vision.{name}=adapters",
-            )
+    parts = {"tower": vision.tower, "projector": vision.projector}
+    adapted = [f"model.vision.{name}" for name, choice in parts.items() if choice == "adapters"]
+    trained = [f"model.vision.{name}" for name, choice in parts.items() if choice == "trained"]
+    if model.lora is None and adapted:
+        raise ConfigError(
+            f"{adapted[0]}=adapters requires model.lora, but it is null",
+            code="requires_setting",
+            keys=(adapted[0], "model.lora"),
+            fix=f"{' '.join(['model.lora={}', *_set(trained, 'frozen')])}, or {' '.join(_set(adapted, 'trained'))}",
+        )
+    if model.lora is not None and trained:
+        raise ConfigError(
+            f"{trained[0]}=trained is not supported with model.lora, which trains adapters only",
+            code="requires_setting",
+            keys=(trained[0], "model.lora"),
+            fix=f"{' '.join(_set(trained, 'frozen'))}, or {' '.join(_set(trained, 'adapters'))}",
+        )
+
+
+def _set(keys: list[str], choice: str) -> list[str]:
+    return [f"{key}={choice}" for key in keys]

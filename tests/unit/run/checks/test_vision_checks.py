@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from automodel_cli.config import fix_syntax
+from automodel_cli.config.check import check_config
+from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
@@ -53,3 +56,36 @@ def test_recipes_of_text_refuse_pictures(kind: str):
     with raises(ConfigError, "no_effect", keys=("data.media_dir",), fix="data.media_dir=null"):
         text = ModelConfig(pretrained="org/name")
         refuse_vision(kind, text, DataConfig(path="rows.jsonl", media_dir="pictures"), may_read=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "number"),
+    [
+        ("data.packing=wrapped", 1),  # the second fix is for text
+        ("data.packing=wrapped data.truncation=split", 1),
+        ("data.packing=none data.truncation=split", 1),
+        ("data.packing=wrapped data.cross_documents=true data.truncation=auto", 1),
+        ("data.loss_mask=all", 1),
+        ("data.max_image_pixels=0", 1),
+        ("data.picture_memory_gib=-1", 1),
+        ("model.vision=null", 1),
+        ("model.vision.tower=adapters", 2),
+        ("model.vision.tower=adapters model.vision.projector=adapters", 2),
+        ("model.lora={}", 2),
+        ("model.lora={} model.vision.tower=frozen", 2),
+        ("model.vision.tower=frozen model.vision.projector=frozen model.vision.text=frozen", 1),
+        ("model.vision.tower=frozen model.vision.projector=frozen model.vision.text=frozen model.lora={}", 1),
+        ("model.attn_implementation=sdpa", 1),
+        ("model.fp8={}", 1),
+        ("parallelizer=ddp", 1),
+        ("parallelizer=megatron_fsdp", 1),
+        ("parallelizer.enable_compile=true", 1),
+    ],
+)
+def test_the_config_with_a_pasted_fix_is_accepted(overrides: str, number: int):
+    with pytest.raises(ConfigError) as error:
+        check_config(compose("quickstart_vlm", overrides.split()))
+    fixes = fix_syntax.alternatives(error.value.fix or "")
+    for fix in fixes[:number]:
+        check_config(compose("quickstart_vlm", [*overrides.split(), *fix_syntax.shell_words(fix)]))
+    assert len(fixes) >= number
