@@ -12,6 +12,7 @@ from automodel_cli.config.errors import ConfigError
 from automodel_cli.config.value_checks import check_range
 from automodel_cli.data.formats.base import DOCUMENTS, Format
 from automodel_cli.data.formats.builtin import FORMATS, format_name
+from automodel_cli.data.formats.column_mapping import columns_fix
 from automodel_cli.data.formats.unused_columns import PICTURES
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ TxtRows = Literal["file", "paragraph", "line"]
 def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
     """Raise for a format without a valid `makes`, and for a column mapping with an unknown field."""
     if isinstance(fmt, str):
-        known, reader = sorted({name for each in FORMATS.values() for name in each.fields}), "any format"
+        known, reader = {name for each in FORMATS.values() for name in each.fields}, "any format"
         fix = "data.column_mapping='{prompt: question, completion: answer}'"
     else:
-        known, reader = list(fmt.fields), f"format {format_name(fmt)}"
+        known, reader = set(fmt.fields), f"format {format_name(fmt)}"
         fix = "~data.column_mapping"
         if fmt.makes not in DOCUMENTS:
             choices = ", ".join(DOCUMENTS)
@@ -36,18 +37,14 @@ def check_format(fmt: str | Format, columns: dict[str, str]) -> None:
                 code="invalid_choice",
                 keys=("format",),
             )
-    for name, column in columns.items():
-        if name in PICTURES and name not in known:
-            raise ConfigError(
-                f"column_mapping maps {name!r} to {column!r}, but pictures are read from the columns "
-                f"{' and '.join(PICTURES)} only",
-                code="not_supported",
-                keys=("column_mapping",),
-                fix=f"rename the column {column} of the rows to {name}",
-            )
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.6)
-            hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
+    names = [*sorted(known), *sorted({PICTURES[0]} - known)]
+    for name in columns:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1, 0.6)
+            hint = f"known fields: {', '.join(names)}"
+            if near:
+                hint = f"did you mean {near[0]!r}?"
+                fix = columns_fix({near[0] if field == name else field: column for field, column in columns.items()})
             raise ConfigError(
                 f"column_mapping maps {name!r}, which is not a field of {reader}; write it as field: column; {hint}",
                 code="unknown_name",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_cli.config.errors import DataError
-from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
+from automodel_cli.data.formats.unused_columns import PICTURES
 from automodel_cli.evaluation.scores import TaskScores
 from automodel_cli.run.checks.token_ids import check_tokens
 
@@ -110,7 +110,7 @@ def _question(row: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> _Ques
             pass
         case _:
             raise DataError(f"{where}: choices must be a list of at least two texts", code="bad_rows")
-    for column in PICTURE_COLUMNS:
+    for column in PICTURES:
         if row.get(column):
             raise DataError(
                 f"{where}: the column {column!r} has pictures, but choices are compared as text",

@@ -24,6 +24,7 @@ from automodel_cli.data.encoding.labeled import LabeledEncoder
 from automodel_cli.data.encoding.pre_rendered import Added, refuse_rendered
 from automodel_cli.data.encoding.text_encoder import TextEncoder
 from automodel_cli.data.formats.base import PREFERENCES
+from automodel_cli.data.formats.column_mapping import picture_columns
 from automodel_cli.data.formats.examples import (
     AnsweredPrompt,
     Conversation,
@@ -92,7 +93,8 @@ class RowEncoder:
             return self.reader.read(row)
         names = ("chosen", "rejected") if self.spec.fmt.makes == "pairs" else ()
         sides = [self.spec.columns.get(name, name) for name in names]
-        marked, found = self.pictures.rows.marked(row, self.reader.ordered_columns(row), sides)
+        order, columns = self.reader.ordered_columns(row), picture_columns(self.spec.columns)
+        marked, found = self.pictures.rows.marked(row, order, sides, columns)
         return with_pictures(self.reader.read(marked), found)
 
     def refuse_rendered(self, rows: Sequence[Row], config: DataConfig, where: str) -> None:

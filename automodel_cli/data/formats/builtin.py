@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from automodel_cli.config.errors import DataError
 from automodel_cli.data.formats.base import KINDS, DataKind, FirstRows, Format, KnownFormat, Makes
-from automodel_cli.data.formats.column_mapping import LIST_COLUMNS, column_for, columns_fix
+from automodel_cli.data.formats.column_mapping import LIST_COLUMNS, column_for, columns_fix, text_columns
 from automodel_cli.data.formats.examples import Conversation, Document, Messages, PlainText
 from automodel_cli.data.formats.groups import Retrieval
 from automodel_cli.data.formats.labeled import LabeledTexts, LabeledTokens, suggest_columns
@@ -174,6 +174,7 @@ def detect_format(
 
     Raises DataError with the columns and a `columns` value to paste.
     """
+    columns = text_columns(columns)
     sample = FirstRows(rows, columns)
     of_kind = [fmt for fmt in FORMATS.values() if fmt.makes in KINDS[kind]]
     fitting = [fmt for fmt in of_kind if set(columns) <= set(fmt.fields)]

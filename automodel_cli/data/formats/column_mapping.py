@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from automodel_cli.config.errors import DataError
+from automodel_cli.data.formats.unused_columns import PICTURES
 from automodel_cli.data.row_errors import RowError, SourceRow
 
 LIST_COLUMNS = ("messages", "conversations", "conversation")
@@ -31,6 +32,20 @@ USUAL_NAMES: dict[str, tuple[str, ...]] = {
 """Common column names of each field, most likely first."""
 
 
+_OPTIONAL = ("system", "tools", "input", "history", PICTURES[0])
+
+
+def picture_columns(mapped: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the columns that may hold the pictures of a row: the mapped one, or those with the usual names."""
+    column = mapped.get(PICTURES[0])
+    return PICTURES if column is None else (column,)
+
+
+def text_columns(mapped: Mapping[str, str]) -> dict[str, str]:
+    """Return the columns of the fields of a format. Pictures are read before a format reads the row."""
+    return {field: column for field, column in mapped.items() if field != PICTURES[0]}
+
+
 def column_for(field: str, columns: Iterable[str]) -> str | None:
     """Return the usual column of this field or None. Example: `question` and `user_question` hold a prompt."""
     columns = list(columns)
@@ -48,7 +63,7 @@ def check_mapped(rows: Sequence[Mapping[str, Any]], mapped: Mapping[str, str], w
     """
     present = list(dict.fromkeys(column for row in rows for column in row))
     wrong = [field for field, column in mapped.items() if column and column not in present]
-    if rows and any(field not in ("system", "tools", "input", "history") for field in wrong):
+    if rows and any(field not in _OPTIONAL for field in wrong):
         raise _wrong_columns(wrong, mapped, present, where)
 
 

@@ -10,7 +10,7 @@ from automodel_cli.config.errors import DataError
 from automodel_cli.config.security import targets
 from automodel_cli.data.formats.base import DOCUMENTS, Format
 from automodel_cli.data.formats.builtin import format_name
-from automodel_cli.data.formats.column_mapping import LIST_COLUMNS
+from automodel_cli.data.formats.column_mapping import LIST_COLUMNS, text_columns
 from automodel_cli.data.formats.examples import (
     AnsweredPrompt,
     Conversation,
@@ -43,9 +43,9 @@ class RowReader:
         """`chat`: a chat template exists, so prompt and completion become a user and an assistant turn. `keys`: allowed
         names in addition to the fields of the format. `refused`: columns that must not occur unread.
         """
-        self.format, self.columns, self.chat, self.keys, self.refused = fmt, dict(columns), chat, keys, refused
+        self.format, self.columns, self.chat, self.keys, self.refused = fmt, text_columns(columns), chat, keys, refused
         self.name, self._is_ours = format_name(fmt), targets.is_own(type(fmt))
-        stray = [field for field in columns if field not in fmt.fields]
+        stray = [field for field in self.columns if field not in fmt.fields]
         if stray:
             raise DataError(
                 f"data.column_mapping maps {stray[0]!r}, but the fields of {self.name} are: {', '.join(fmt.fields)}",

@@ -16,6 +16,7 @@ from automodel_cli.config.name_patterns import NameList, check_entries
 from automodel_cli.data.row_errors import RowError, SourceRow
 
 PICTURES = ("images", "image")
+"""Columns with the pictures of a row. `data.column_mapping` names another one by the first."""
 MEDIA = (*PICTURES, "audio", "audios", "video", "videos")
 _WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "loss_scale", "loss", "train", "train_detail")
 _MASKS = ("input_ids", "labels", "loss_mask", "assistant_masks", "completion_mask", "assistant_mask")

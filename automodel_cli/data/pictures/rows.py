@@ -22,8 +22,6 @@ FIRST_MARK = 0x10E000
 MOST_PICTURES = 4096
 _MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MOST_PICTURES - 1)}]")
 _TAG = re.compile(r"\n?<image>\n|\n?<image>")
-COLUMNS = PICTURES
-"""Columns with the pictures of a row."""
 _LONGEST_NAME = 200  # characters of a path in a message
 IMAGE_PARTS = ("image", "image_url", "input_image")
 
@@ -64,7 +62,11 @@ class PictureRows:
     max_pixels: int
 
     def marked(
-        self, row: Mapping[str, Any], fields: Sequence[str], sides: Sequence[str] = ()
+        self,
+        row: Mapping[str, Any],
+        fields: Sequence[str],
+        sides: Sequence[str] = (),
+        columns: Sequence[str] = PICTURES,
     ) -> tuple[dict[str, object], list[Picture]]:
         """Return the row with marks in the place of its pictures, and the pictures by number of the mark.
 
@@ -72,14 +74,15 @@ class PictureRows:
             fields: columns in the order in which a format renders them.
             sides: columns of which each follows the others (the two responses of a pair, with or without the prompt).
                 Equal pictures at the same place get the same mark.
+            columns: columns with pictures. The first one with a value is read.
 
         Raises:
             RowError: a picture cannot be read, or tags and pictures differ in number.
         """
-        column = next((name for name in COLUMNS if row.get(name) not in (None, [], "")), None)
+        column = next((name for name in columns if row.get(name) not in (None, [], "")), None)
         listed = [] if column is None else row[column]
         walk = _Walk(list(listed) if isinstance(listed, list | tuple) else [listed], column)
-        rest = {name: value for name, value in row.items() if name not in COLUMNS}
+        rest = {name: value for name, value in row.items() if name not in columns}
         names = [*(name for name in fields if name in rest), *(name for name in rest if name not in fields)]
         marked = {name: walk.value(rest[name]) for name in names if name not in sides}
         branches = {name: walk.branch() for name in sides if name in rest}

@@ -27,12 +27,11 @@ from automodel_cli.data.encoding.workers import choose_workers
 from automodel_cli.data.fill_in_the_middle import refuse_infill
 from automodel_cli.data.formats.base import PREFERENCES, DataKind
 from automodel_cli.data.formats.builtin import FORMATS, detect_format, find_format, format_name
-from automodel_cli.data.formats.column_mapping import check_mapped
+from automodel_cli.data.formats.column_mapping import check_mapped, picture_columns
 from automodel_cli.data.formats.unused_columns import unused_columns
 from automodel_cli.data.groups import GroupSpec
 from automodel_cli.data.labels import LabelSpec
 from automodel_cli.data.pictures.reader import PictureSupport
-from automodel_cli.data.pictures.rows import COLUMNS as PICTURE_COLUMNS
 from automodel_cli.data.pictures.storage import PictureTable, PictureWriter
 from automodel_cli.data.preparation.dataset import PackedDataset
 from automodel_cli.data.preparation.indexed import index_tokens
@@ -348,7 +347,7 @@ class DataBuilder:
             raise infill_policy_error(self.tokenizer, data.special_tokens_policy)
         encoder = RowEncoder(self.tokenizer, spec, self.pictures)
         encoder.refuse_rendered(first_rows(source, SAMPLE_ROWS), data, source.name)
-        read = encoder.reader.columns_read | set(PICTURE_COLUMNS if self.pictures is not None else ())
+        pictures = () if self.pictures is None else picture_columns(config.column_mapping)
         meta = {
             "files": source.files,
             "dtype": "uint16" if len(self.tokenizer) <= 2**16 else "int32",
@@ -358,7 +357,7 @@ class DataBuilder:
             "format": format_name(fmt) + (", detected" if config.format == "auto" else ""),
             "masked_by": masked_by(fmt.makes, self.template, self.config),
             "special_choice": spec.special_choice,
-            "unused": unused_columns(examples, read),
+            "unused": unused_columns(examples, encoder.reader.columns_read.union(pictures)),
             "has_pictures": self.pictures is not None,
         }
         ignored = tuple(data.ignored_columns)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from automodel_cli.config.diagnostics import format_value
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.formats.unused_columns import PICTURES
 from automodel_cli.distributed.strategies.base import Strategy
 from automodel_cli.distributed.strategies.ddp.config import DDPConfig
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
@@ -20,20 +22,28 @@ def refuse_vision(kind: str, model: ModelConfig, data: DataConfig, *, may_read: 
             keys=("model.vision",),
             fix="model.vision=null, or a config that begins with `defaults: [vlm, _self_]`",
         )
-    for name, default in (
-        ("media_dir", None),
-        ("max_image_pixels", type(data).max_image_pixels),
-        ("picture_memory_gib", type(data).picture_memory_gib),
-    ):
-        if getattr(data, name) != default:
-            remove = f"data.{name}={'null' if default is None else default}"
-            raise ConfigError(
-                f"data.{name} has no effect in recipes of kind {kind}"
-                + (", unless model.vision is set" if may_read else ", which read text only"),
-                code="no_effect",
-                keys=(f"data.{name}",),
-                fix=f"model.vision={{}}, or {remove}" if may_read else remove,
-            )
+    for key, remove in _picture_settings(data).items():
+        raise ConfigError(
+            f"{key} has no effect in recipes of kind {kind}"
+            + (", unless model.vision is set" if may_read else ", which read text only"),
+            code="no_effect",
+            keys=(key,),
+            fix=f"model.vision={{}}, or {remove}" if may_read else remove,
+        )
+
+
+def _picture_settings(data: DataConfig) -> dict[str, str]:
+    """Return the keys of `data` that are set and concern pictures, each with the override that removes it."""
+    defaults = {name: getattr(type(data), name) for name in ("media_dir", "max_image_pixels", "picture_memory_gib")}
+    found = {
+        f"data.{name}": f"data.{name}={format_value(default)}"
+        for name, default in defaults.items()
+        if getattr(data, name) != default
+    }
+    mappings = {"data": data.column_mapping}
+    mappings |= {f"data.datasets.{i}": source.column_mapping for i, source in enumerate(data.datasets or ())}
+    columns = [f"{section}.column_mapping.{PICTURES[0]}" for section, names in mappings.items() if PICTURES[0] in names]
+    return found | {key: f"~{key}" for key in columns}
 
 
 def check_vision(kind: str, model: ModelConfig, data: DataConfig, parallelizer: Strategy) -> None:

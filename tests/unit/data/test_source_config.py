@@ -3,6 +3,8 @@ from automodel_cli.data.source_config import check_format
 from tests.errors import raises
 
 
-def test_columns_of_pictures_cannot_be_mapped() -> None:
-    with raises(ConfigError, "not_supported", keys=("column_mapping",), values=("images", "photos")):
-        check_format("auto", {"images": "photos"})
+def test_the_fix_for_a_misspelt_field_keeps_the_other_entries() -> None:
+    check_format("auto", {"messages": "chat", "images": "photos"})
+    fix = "data.column_mapping='{messages: chat, images: photos}'"
+    with raises(ConfigError, "unknown_name", keys=("column_mapping",), fix=fix):
+        check_format("auto", {"messages": "chat", "image": "photos"})

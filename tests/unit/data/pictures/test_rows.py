@@ -21,12 +21,13 @@ FILES = [encoded(noise(*size, seed=number)) for number, size in enumerate(SIZES)
 PLACEHOLDER, START, STOP, END = 2, 3, 4, 1
 
 
-def encode(row: dict, fmt: str | None = None, kind: str = "qwen3_vl") -> Encoded:
-    library = processor_of(kind)
+def encode(row: dict, fmt: str | None = None, *, columns: dict[str, str] | None = None) -> Encoded:
+    library = processor_of("qwen3_vl")
     tokenizer = library.tokenizer
-    support = PictureSupport(PictureRows("", 10**6), FamilyProcessor(library, config_of(kind)))
-    found = FORMATS[fmt] if fmt else detect_format([row], {}, "rows")
-    spec = EncodeSpec(found, {}, tokenizer.chat_template, "assistant")
+    support = PictureSupport(PictureRows("", 10**6), FamilyProcessor(library, config_of("qwen3_vl")))
+    columns = columns or {}
+    found = FORMATS[fmt] if fmt else detect_format([row], columns, "rows")
+    spec = EncodeSpec(found, columns, tokenizer.chat_template, "assistant")
     (result,) = RowEncoder(tokenizer, spec, support).encode([row])
     if isinstance(result, RowError):
         raise result
@@ -84,25 +85,33 @@ def test_a_picture_in_an_answer_must_not_be_trained():
 
 
 @pytest.mark.parametrize(
-    ("row", "fmt"),
+    ("row", "columns"),
     [
-        ({"messages": chat([image(0), text("what is")], "one")}, None),
-        ({"messages": chat("<image>\nwhat is", "one"), "images": [{"bytes": FILES[0], "path": None}]}, None),
-        ({"messages": chat([{"type": "image"}, text("what is")], "one"), "images": [{"bytes": FILES[0]}]}, None),
-        ({"prompt": "<image>what is", "completion": "one", "image": {"bytes": FILES[0]}}, None),
-        ({"instruction": "<image>\nwhat is", "output": "one", "images": [{"bytes": FILES[0]}]}, None),
+        ({"messages": chat([image(0), text("what is")], "one")}, {}),
+        ({"messages": chat("<image>\nwhat is", "one"), "images": [{"bytes": FILES[0], "path": None}]}, {}),
+        ({"messages": chat([{"type": "image"}, text("what is")], "one"), "images": [{"bytes": FILES[0]}]}, {}),
+        ({"prompt": "<image>what is", "completion": "one", "image": {"bytes": FILES[0]}}, {}),
+        (
+            {"messages": chat("<image>\nwhat is", "one"), "photos": [{"bytes": FILES[0]}], "n": 1},
+            {"images": "photos"},
+        ),
+        (
+            {"ask": "<image>what is", "say": "one", "photo": {"bytes": FILES[0]}},
+            {"prompt": "ask", "completion": "say", "images": "photo"},
+        ),
+        ({"instruction": "<image>\nwhat is", "output": "one", "images": [{"bytes": FILES[0]}]}, {}),
         (
             {
                 "conversations": [{"from": "human", "value": "<image>\nwhat is"}, {"from": "gpt", "value": "one"}],
                 "image": {"bytes": FILES[0]},
             },
-            None,
+            {},
         ),
     ],
 )
-def test_all_formats_give_the_same_document(row: dict, fmt: str | None):
+def test_all_formats_give_the_same_document(row: dict, columns: dict[str, str]):
     want = encode({"messages": chat([image(0), text("what is")], "one")})
-    got = encode(row, fmt)
+    got = encode(row, columns=columns)
     assert np.array_equal(got.ids, want.ids)
     assert np.array_equal(got.trained, want.trained)
     assert [picture.key for picture in got.pictures] == [picture.key for picture in want.pictures]

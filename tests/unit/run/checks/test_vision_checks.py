@@ -11,6 +11,7 @@ from automodel_cli.config.check import check_config
 from automodel_cli.config.composition.compose import compose
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.data.config import DataConfig
+from automodel_cli.data.source_config import SourceConfig
 from automodel_cli.distributed.strategies.fsdp2.config import FSDP2Config
 from automodel_cli.distributed.strategies.megatron_fsdp.config import MegatronFSDPConfig
 from automodel_cli.models.config import ModelConfig
@@ -89,3 +90,10 @@ def test_the_config_with_a_pasted_fix_is_accepted(overrides: str, number: int):
     for fix in fixes[:number]:
         check_config(compose("quickstart_vlm", [*overrides.split(), *fix_syntax.shell_words(fix)]))
     assert len(fixes) >= number
+
+
+def test_recipes_of_text_read_no_mapped_pictures():
+    sources = [SourceConfig("a.jsonl"), SourceConfig("b.jsonl", column_mapping={"images": "photo"})]
+    key = "data.datasets.1.column_mapping.images"
+    with raises(ConfigError, "no_effect", keys=(key,), fix=f"~{key}"):
+        refuse_vision("sft", ModelConfig(pretrained="org/name"), DataConfig(datasets=sources), may_read=False)
