@@ -20,7 +20,7 @@ check() {  # NAME, then arguments of pytest
 }
 check smoke -m smoke
 [ -z "${SMOKE_ONLY:-}" ] || exit $failed
-check "parity, pipelining, sampler, dry run, export, pictures" \
+check "parity, pipelining, sampler, dry run, export, pictures" -m "not nightly" \
     tests/dist/test_{parity,pipeline}.py tests/unit/models/document_masking/test_dynamic_rope.py \
     tests/unit/pipelining/cut/test_stage_module.py \
     tests/unit/rollout/engines/sampler/test_sampler{,_hybrids}.py tests/unit/rollout/engines/test_transformers_engine.py \
