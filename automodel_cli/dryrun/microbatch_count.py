@@ -8,6 +8,8 @@ from automodel_cli.planning.plan import Plan
 from automodel_cli.run.recipe import Recipe
 
 _UNLIKE = 2  # microbatches of a step: the first one begins the sums of gradients, the last one ends them
+_PER_STAGE = 2
+"""Microbatches per stage of a pipeline: some after its ramp, in which all do the same."""
 _MEAN_OF = 6  # where microbatches do not hold as much as each other
 
 
@@ -20,7 +22,9 @@ def number_to_run(recipe: Recipe, plan: Plan, asked: int | None, *, alike: bool 
     if pp == 1:
         return asked or min(count, _UNLIKE + (1 if alike else _MEAN_OF))
     if asked is None:
-        enough = (n for n in range(4 * pp, count) if _can_run(plan, n) and alive(plan, n) == alive(plan, count))
+        enough = (
+            n for n in range(_PER_STAGE * pp, count) if _can_run(plan, n) and alive(plan, n) == alive(plan, count)
+        )
         return next(enough, count)
     if not _can_run(plan, asked):
         assert recipe.pipeline is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from automodel_cli.distributed.mesh import Mesh
 from automodel_cli.distributed.mesh_config import Layout
 from automodel_cli.dryrun.fake_device.counts import Counts, Work
@@ -12,7 +14,7 @@ from automodel_cli.dryrun.synthetic_batches import Columns
 from automodel_cli.dryrun.types import Line, RankResult, TraceRequest
 from automodel_cli.models.hub.source import hf_config
 from automodel_cli.planning.plan import Plan
-from automodel_cli.planning.simulated_clock import summed
+from automodel_cli.planning.simulated_clock import Seconds, summed
 from automodel_cli.planning.step_time import apart, program_to_json
 from automodel_cli.run.recipe import Recipe
 
@@ -55,7 +57,7 @@ def result_of(run: RankTrace, mesh: Mesh, plan: Plan, times: StepTimes, columns:
         step_flops=whole.flops,
         step_kernel_seconds=whole.seconds,
         data_parallel=layout.dp,
-        actions=_means(run),
+        actions=_means(run, recipe.train.num_microbatches(layout.dp)),
         pipeline=program_to_json(plan.timeline.program, plan.timeline.costs.forward) if plan.timeline else None,
         once_seconds=once,
         microbatch_seconds=microbatch,
@@ -78,12 +80,26 @@ def _of_all_microbatches(counts: Counts, more: float) -> Work:
     )
 
 
-def _means(run: RankTrace) -> dict[str, dict[str, dict[str, float]]]:
+def _means(run: RankTrace, count: int) -> dict[str, dict[str, dict[str, float]]]:
     found: dict[str, dict[str, dict[str, float]]] = {}
     for (kind, stage), spans in run.actions.items():
-        means = {of: seconds / len(spans) for of, seconds in summed(spans).items()}
-        found.setdefault(kind, {})[str(stage)] = means
+        found.setdefault(kind, {})[str(stage)] = mean_of_all(spans, count)
     return found
+
+
+def mean_of_all(spans: Sequence[Seconds], count: int) -> dict[str, float]:
+    """Return the mean of an action over `count` microbatches, from those that were traced.
+
+    The first one gathers parameters, and the last one reduces gradients. The others do the same as each other.
+
+    Example: 3 s, 1 s, 1 s and 2 s of 10 microbatches are 13 s, so the mean is 1.3 s.
+    """
+    ends, middle = [spans[0], *spans[1:][-1:]], spans[1:-1]
+    more = (count - len(ends)) / max(len(middle), 1)
+    return {
+        kind: (summed(ends).get(kind, 0.0) + more * summed(middle).get(kind, 0.0)) / (count if middle else len(ends))
+        for kind in summed(spans)
+    }
 
 
 def _hop(recipe: Recipe, request: TraceRequest, layout: Layout, tokens: int) -> float:

@@ -24,6 +24,7 @@ from automodel_cli.dryrun.estimate import Estimate, estimate
 from automodel_cli.dryrun.fake_device import fake_cuda
 from automodel_cli.dryrun.fake_device.ddp import FakeDDP
 from automodel_cli.dryrun.microbatch_count import number_to_run
+from automodel_cli.dryrun.rank_result import mean_of_all
 from automodel_cli.dryrun.suggestions import try_changes
 from automodel_cli.dryrun.synthetic_batches import DocumentLengths, microbatches
 from automodel_cli.dryrun.synthetic_pictures import Document
@@ -385,10 +386,10 @@ _PP2 = (*_PLAIN, "mesh.pp_size=2", "model.config.num_hidden_layers=4", "train.mi
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"), [("1f1b", 8), ("interleaved_1f1b", 8), ("zbv", 8), ("gpipe", 48), ("looped_bfs", 48)]
+    ("schedule", "expected"), [("1f1b", 4), ("interleaved_1f1b", 4), ("zbv", 4), ("gpipe", 48), ("looped_bfs", 48)]
 )
 def test_as_many_microbatches_are_run_as_show_what_is_alive_at_once(schedule: str, expected: int) -> None:
-    """GPipe and LoopedBFS keep all 48 of a step; 4 for each stage are enough for the others."""
+    """GPipe and LoopedBFS keep all 48 of a step; 2 for each stage are enough for the others."""
     recipe = load(
         TraceRequest("llama3_8b_tp2cp2_tiny", (*_PP2, f"pipeline={schedule}", "train.global_batch_size=48"), 2)
     )
@@ -396,6 +397,13 @@ def test_as_many_microbatches_are_run_as_show_what_is_alive_at_once(schedule: st
     found = number_to_run(recipe, plan, None)
     assert found == expected and plan.cut is not None
     assert peak_activations(plan.cut.program(found)) == plan.live
+
+
+def test_the_mean_of_an_action_counts_the_first_and_the_last_microbatch_once() -> None:
+    spans = [{"gemm": 3.0}, {"gemm": 1.0}, {"gemm": 1.0}, {"gemm": 1.0, "network": 1.0}]
+    assert mean_of_all(spans, 10) == pytest.approx({"gemm": 1.2, "network": 0.1})
+    assert mean_of_all(spans, 4) == pytest.approx({"gemm": 1.5, "network": 0.25})
+    assert mean_of_all(spans[:1], 1) == spans[0]
 
 
 def test_microbatches_that_the_schedule_cannot_run_are_refused_with_some_that_it_can() -> None:

@@ -1,12 +1,18 @@
-"""Regions on fake tensors: what each kernel reads, writes and saves, without its values."""
+"""Regions on fake tensors: what each kernel reads, writes and saves, without its values.
+
+The operators of a region run once for each combination of shapes. Later calls only create the results.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from automodel_cli.distributed import torch_compat
 from automodel_cli.distributed.fusion.compiled_regions import FusibleRegion, R, RegionCompiler, modules_of
@@ -19,6 +25,41 @@ OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 ShapeContext = Callable[[], AbstractContextManager[object]]
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """All that the shapes of results depend on, of a tensor."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Shape:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+class _Shapes:
+    """The results of regions by the shapes of their arguments."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Any] = {}  # trees of shapes
+
+    def result(self, function: Callable[..., R], args: Sequence[object]) -> R:
+        """Return new tensors like those of `function(*args)`."""
+        leaves, spec = tree_flatten(args)
+        key = (function, spec, *(_Shape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        if key in self._known:
+            like: R = tree_map_only(_Shape, _Shape.empty, self._known[key])
+            return like
+        result = function(*args)
+        self._known[key] = tree_map_only(Tensor, _Shape.of, result)
+        return result
+
+
 def as_one(shape_context: ShapeContext, on_kernel: OnKernel) -> RegionCompiler:
     """Return a region compiler for fake tensors. Every region saves only the tensors that its backward needs.
 
@@ -27,13 +68,15 @@ def as_one(shape_context: ShapeContext, on_kernel: OnKernel) -> RegionCompiler:
         on_kernel: called as `ran(name, read, written)` for each kernel.
     """
 
+    shapes = _Shapes()
+
     def fuse(region: FusibleRegion[R]) -> Callable[..., R]:
         def run(*args: object) -> R:
             tensors = tensors_in(args)
             if any(torch_compat.is_dtensor(tensor) for tensor in tensors):
                 return region.function(*args)
             parameters = [p for module in modules_of(args) for p in module._parameters.values() if p is not None]
-            result: R = _AsOne.apply(region, shape_context, on_kernel, args, *tensors, *parameters)
+            result: R = _AsOne.apply(region, shapes, shape_context, on_kernel, args, *tensors, *parameters)
             return result
 
         return run
@@ -46,13 +89,14 @@ class _AsOne(Function):
     def forward(
         ctx: Ctx,
         region: FusibleRegion[R],
+        shapes: _Shapes,
         shape_context: ShapeContext,
         on_kernel: OnKernel,
         args: Sequence[object],
         *tensors: Tensor,
     ) -> R:
         with shape_context():
-            result = region.function(*args)
+            result = shapes.result(region.function, args)
         on_kernel(region.name, tensors, tensors_in(result))
         ctx.save_for_backward(*(tensors[i] for i in region.kept or ()))
         ctx.region, ctx.on_kernel = region, on_kernel
@@ -62,7 +106,7 @@ class _AsOne(Function):
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
         made = [
             torch.empty(shape, dtype=dtype, device=device) if wants else None
             for (shape, dtype, device), wants in zip(ctx.inputs, needed, strict=True)
@@ -72,4 +116,4 @@ class _AsOne(Function):
             written = [g for g, is_many in zip(made, ctx.of_tokens, strict=True) if g is not None and is_many is many]
             if written:
                 ctx.on_kernel(f"{ctx.region.name}, backward", read, written)
-        return None, None, None, None, *made
+        return None, None, None, None, None, *made
