@@ -12,7 +12,8 @@ from automodel_cli.models.lora_config import LoRAConfig
 _WEIGHTS = ("int4", "int8", "fp8", "mxfp4", "nvfp4")
 _ACTIVATIONS = {"int4": ("int8", "fp8"), "int8": ("int8",), "fp8": ("fp8",)}
 _FIXED = {"mxfp4": 32, "nvfp4": 16}
-_GROUP = 32
+_GROUP = {"none": 32, "int8": 32, "fp8": 128}
+"""Default group of int4. vLLM has a kernel for fp8 inputs with groups of 128 only."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class QATConfig:
     activation_dtype: Literal["none", "int8", "fp8"] = "none"
     """Format of the inputs of quantized layers: `int8` with int4 or int8 weights, `fp8` with int4 or fp8 weights."""
     group_size: int | None = None
-    """Weights of a row that share a scale, for int4 and int8. null: 32 for int4, a row for int8. fp8 has one scale per
-    row, mxfp4 one per 32 weights and nvfp4 one per 16."""
+    """Weights of a row that share a scale, for int4 and int8. null: 32 for int4 (128 with fp8 inputs, which
+    vLLM requires), a row for int8. fp8 has one scale per row, mxfp4 one per 32 weights and nvfp4 one per 16."""
     fake_quant_after_n_steps: int = 0
     """Train this many steps without fake quantization first, so that the weights settle."""
     target_modules: list[str] = field(default_factory=list)
@@ -89,7 +90,7 @@ class QATConfig:
     @property
     def weights_per_scale(self) -> int | None:
         """Weights that share a scale, or None for a row."""
-        default = _GROUP if self.weight_dtype == "int4" else _FIXED.get(self.weight_dtype)
+        default = _GROUP[self.activation_dtype] if self.weight_dtype == "int4" else _FIXED.get(self.weight_dtype)
         return self.group_size or default
 
 

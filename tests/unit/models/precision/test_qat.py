@@ -141,6 +141,11 @@ def test_formats_that_no_reader_has_are_rejected(options, keys):
         QATConfig(**options)
 
 
+def test_the_default_group_of_int4_is_that_of_vllms_kernels():
+    groups = {inputs: QATConfig(activation_dtype=inputs).weights_per_scale for inputs in ("none", "int8", "fp8")}
+    assert groups == {"none": 32, "int8": 32, "fp8": 128}
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
