@@ -271,6 +271,10 @@ _WARNINGS = {
         "Choose a group size that divides the GPUs of a node, or continue: results are equal, and steps take longer.",
     ),
     "high_memory_use": ErrorCode("An operation needs much memory.", "Use shorter sequences or another kernel."),
+    "repeated_rows": ErrorCode(
+        "A step needs more sequences than an epoch has. Packing makes fewer sequences than the data has rows.",
+        "Lower the batch size (`train.global_batch_size` or `rollout.prompts_per_step`), or add data.",
+    ),
     "implied_setting": ErrorCode("A setting enabled another setting.", "Set it yourself to avoid the warning."),
     "known_tokens": ErrorCode(
         "Tokens that should be added are in the tokenizer already.", "Nothing needs to be done, or correct their text."

@@ -221,7 +221,7 @@ class Recipe(ConfigRoot):
                 self.data,
                 self.train,
                 self.lr_scheduler,
-                global_batch_size=min(self.rows_of_a_step()["global_batch_size"], *self.train.batch_sizes),
+                rows_of_a_step=self.rows_of_a_step(),
                 kind=self.data_kind,
                 prompts=self.row_name == "prompts",
             )

@@ -19,6 +19,7 @@ from automodel_cli.launch import process_startup
 from automodel_cli.models.kernel_lines import attention_lines
 from automodel_cli.models.lm_head.kernels import has_head_kernels
 from automodel_cli.report.software_versions import environment
+from automodel_cli.run.checks.data_checks import warn_of_repeated_rows
 from automodel_cli.run.recipe import Recipe
 from automodel_cli.runs.report_page import SCHEDULE
 from automodel_cli.training.metrics.progress import aligned
@@ -44,6 +45,7 @@ def show_header(session: Trainer, further: Sequence[tuple[str, str]] = ()) -> No
     session.meter.header(rows)
     if session.is_main:
         _describe(session, dict(rows[1:]))
+        _warn_of_repeated_rows(session)
 
 
 def _header_rows(session: Trainer) -> list[tuple[str, str]]:
@@ -81,6 +83,13 @@ def _epochs(session: Trainer) -> str:
     if not isinstance(loader, BatchLoader):
         return ""
     return f" = {loader.position_after(session.num_steps) / loader.stream.rows_per_epoch:.2f} epochs"
+
+
+def _warn_of_repeated_rows(session: Trainer) -> None:
+    loader, recipe = session.loader, session.recipe
+    if isinstance(loader, BatchLoader):
+        rows = loader.stream.rows_per_epoch
+        warn_of_repeated_rows(rows, **recipe.rows_of_a_step(), row_name=recipe.row_name, dp_size=session.mesh.dp_size)
 
 
 def step_size(session: Trainer) -> str:

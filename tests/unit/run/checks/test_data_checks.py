@@ -19,6 +19,7 @@ from automodel_cli.data.preparation.dataloader import BatchLoader
 from automodel_cli.data.preparation.pipeline import prepare_data
 from automodel_cli.data.preparation.preview import most_rows
 from automodel_cli.models.tokenizer import ByteTokenizer
+from automodel_cli.run.checks.data_checks import warn_of_repeated_rows
 
 TURN = {"role": "user", "content": "say some words please"}
 CHATS = [{"messages": [TURN, {"role": "assistant", "content": "well " * i}] * (1 + i % 3)} for i in range(1, 14)]
@@ -104,3 +105,32 @@ def test_columns_that_no_row_has_are_refused_before_the_queue(here: Path) -> Non
         (problem,) = problems(*overrides)
         assert problem.keys[0].startswith("data.")
     assert problems("data.path=train.jsonl") == []
+
+
+def test_a_step_that_needs_more_rows_than_an_epoch_has_is_reported(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = ["data.path=train.jsonl", "train.global_batch_size=32"]  # 26 trained turns make at most 26 rows
+    assert problems(*overrides) == []
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and vars(record)["code"] == "repeated_rows"
+    caplog.clear()
+    assert problems(*overrides, *record.getMessage().rpartition("try ")[2].split()) == []
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("rows", "microbatch", "ranks", "fix"),
+    [
+        (7, 2, 2, "train.global_batch_size=4"),
+        (3, 4, 1, "train.global_batch_size=3 train.microbatch_size=3"),
+        (5, 4, 2, "train.global_batch_size=4 train.microbatch_size=2"),
+        (1, 1, 2, "more data"),
+    ],
+)
+def test_the_reported_batch_size_divides_over_ranks(
+    rows: int, microbatch: int, ranks: int, fix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"global_batch_size": 16, "microbatch_size": microbatch, "dp_size": ranks}
+    warn_of_repeated_rows(rows, **sizes, row_name="rows")
+    assert caplog.records[0].getMessage().endswith(f"try {fix}")
