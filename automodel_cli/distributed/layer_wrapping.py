@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed import torch_compat
 from automodel_cli.distributed.activation_checkpointing.apply import apply_activation_checkpointing
+from automodel_cli.distributed.adapter_layers import is_adapter
 from automodel_cli.distributed.fusion.compiled_regions import compilations
 
 
@@ -63,7 +64,7 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and module not in inside:
             layers.append(module)
             inside.update(module.modules())
-    of_adapters = {child for module in model.modules() if hasattr(module, "lora_A") for child in module.children()}
+    of_adapters = {child for module in model.modules() if is_adapter(module) for child in module.children()}
     lists = [
         module
         for module in model.modules()

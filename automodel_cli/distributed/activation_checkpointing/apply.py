@@ -23,6 +23,7 @@ from automodel_cli.distributed.activation_checkpointing.saved_results import (
     recomputed,
     save_or_replay,
 )
+from automodel_cli.distributed.adapter_layers import is_adapter
 from automodel_cli.distributed.compile_modes import AUTO
 from automodel_cli.distributed.tensors import tensors_in
 from automodel_cli.distributed.torch_compat import OpOverload
@@ -91,7 +92,7 @@ def apply_activation_checkpointing(
         if compile_backend is not None:
             recompute = functools.partial(_compiled_inside, recompute, torch.compile(_call, backend=compile_backend))
         if mode == "selective":
-            for adapter in (module for module in layer.modules() if hasattr(module, "lora_A")):
+            for adapter in (module for module in layer.modules() if is_adapter(module)):
                 set_attributes(adapter, keeps_products=True)
         # The library's own switch, read in its forward.
         set_attributes(layer, gradient_checkpointing=True, _gradient_checkpointing_func=recompute)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.adapter_layers import is_adapter
 from automodel_cli.distributed.axis_options import AxisOptions
 from automodel_cli.distributed.expert_parallel.apply import is_experts, num_experts_of
 from automodel_cli.distributed.layer_wrapping import transformer_layers
@@ -83,7 +84,7 @@ def apply_tensor_parallel(
     plan = _checked_plan(model, options, tp_mesh.size())
     front = getattr(part, "front", None)  # of a vision-language model, which every rank runs on all tokens
     tower = set() if front is None else set(front.modules())
-    for adapter in (module for module in tower if hasattr(module, "lora_A")):
+    for adapter in (module for module in tower if is_adapter(module)):
         _refuse_dropout(adapter)
     layers = [layer for layer in transformer_layers(part) if layer not in tower]
     # In a uniform block, the gradient of the input is a partial sum that needs one reduction. In other blocks, some
@@ -196,7 +197,7 @@ def _replicate_indivisible_vocabulary(model: nn.Module, module: nn.Module | None
 def _apply_style(model: PreTrainedModel, name: str, module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
     if isinstance(style, MLAKeyProjection):
         style = MLAKeyProjection(model.config.get_text_config().qk_rope_head_dim)
-    if hasattr(module, "lora_A"):  # The wrapper of peft around the layer in the plan.
+    if is_adapter(module):  # The wrapper of peft around the layer in the plan.
         _apply_to_adapter(name, cast("LoraLinear", module), style, mesh)
         return
     if isinstance(style, ExpertsOverTP):

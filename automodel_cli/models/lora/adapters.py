@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.adapter_layers import is_adapter
 from automodel_cli.distributed.expert_parallel import low_rank
 from automodel_cli.distributed.typed_torch import modules_of, set_attributes
 from automodel_cli.models.lora import dora as lora_dora
@@ -213,7 +214,7 @@ def _need(what: str, package: str, *, key: str, fix: str) -> None:
 
 def wrappers(model: nn.Module) -> list[tuple[str, AdapterLayer]]:
     """(name, adapter layer) of every wrapped layer. Empty without adapters, and then peft is never imported."""
-    return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    return [(name, module) for name, module in model.named_modules() if is_adapter(module)]
 
 
 def low_rank_layers(model: nn.Module) -> list[tuple[str, AdapterLayer]]:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from automodel_cli.distributed.adapter_layers import is_adapter
 from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 from automodel_cli.distributed.wgrad_fusion import linear as wgrad_fusion
 from automodel_cli.models.lora.layer import ADAPTER, AdapterLayer
@@ -48,7 +49,7 @@ def fuse_adapters(model: nn.Module) -> int:
 
     Call after the adapters are attached. Works on the meta device. `peft` is not imported for models without adapters.
     """
-    fused = [module for module in model.modules() if hasattr(module, "lora_A") and _is_plain(module)]
+    fused = [module for module in model.modules() if is_adapter(module) and _is_plain(module)]
     for layer in fused:
         layer.__class__ = _fused_class()
         set_attributes(layer, _automodel_group=_Group([layer]))

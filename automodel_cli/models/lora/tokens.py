@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automodel_cli.config.errors import ConfigError
+from automodel_cli.distributed.adapter_layers import is_adapter
 from automodel_cli.models import transformers_compat
 from automodel_cli.models.lora.layer import ADAPTER, AdapterLayer
 
@@ -106,7 +107,7 @@ def _check(name: str, table: nn.Module, ids: list[int]) -> None:
             keys=("lora.trainable_token_indices",),
             fix="model.lora.trainable_token_indices=[]",
         )
-    if hasattr(table, "lora_A"):
+    if is_adapter(table):
         raise ConfigError(
             f"lora.target_modules matches {name}, whose new rows are trained. A table is trained by one of them",
             code="unsupported_combination",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +74,9 @@ class Speaker:
             num_rows = config.get_text_config().vocab_size
             if num_rows != model.config.get_text_config().vocab_size:  # with the rows of new tokens
                 model.resize_token_embeddings(num_rows, mean_resizing=False)
-            model = PeftModel.from_pretrained(model, str(adapter))
+            with warnings.catch_warnings():  # peft 0.21 reads the name that transformers 5.24 deprecates
+                warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+                model = PeftModel.from_pretrained(model, str(adapter))
             model.to(device)
         of = folder if adapter is None else adapter.parent
         tokenizer = AutoTokenizer.from_pretrained(of, trust_remote_code=trust_remote_code)
