@@ -10,7 +10,8 @@ Assumptions, with the tests that check them:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from automodel_cli.distributed.typed_torch import Ctx
 
@@ -97,6 +99,14 @@ def overlap_tensor_parallelism(group: ProcessGroup) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Needed in torch 2.11. Automatic since torch 2.13.
         enable_symm_mem_for_group(group.group_name)
+
+
+@contextmanager
+def only_fakes() -> Iterator[None]:
+    """Leave all dispatch modes except that of fake tensors, such as the one that counts recomputed operators."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    with _disable_current_modes(), fake or nullcontext():
+        yield
 
 
 def is_dtensor(tensor: Tensor) -> bool:

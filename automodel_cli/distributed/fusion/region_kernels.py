@@ -1,6 +1,7 @@
 """Regions on fake tensors: what each kernel reads, writes and saves, without its values.
 
-The operators of a region run once for each combination of shapes. Later calls only create the results.
+The operators of a region run once for each combination of shapes, unseen by dispatch modes. Every call creates the
+results.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,17 +46,16 @@ class _Shapes:
     """The results of regions by the shapes of their arguments."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], Any] = {}  # trees of shapes
+        self._known: dict[tuple[object, ...], object] = {}
 
     def result(self, function: Callable[..., R], args: Sequence[object]) -> R:
         """Return new tensors like those of `function(*args)`."""
         leaves, spec = tree_flatten(args)
         key = (function, spec, *(_Shape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
-        if key in self._known:
-            like: R = tree_map_only(_Shape, _Shape.empty, self._known[key])
-            return like
-        result = function(*args)
-        self._known[key] = tree_map_only(Tensor, _Shape.of, result)
+        if key not in self._known:
+            with torch_compat.only_fakes():
+                self._known[key] = tree_map_only(Tensor, _Shape.of, function(*args))
+        result: R = tree_map_only(_Shape, _Shape.empty, self._known[key])
         return result
 
 
@@ -64,7 +63,7 @@ def as_one(shape_context: ShapeContext, on_kernel: OnKernel) -> RegionCompiler:
     """Return a region compiler for fake tensors. Every region saves only the tensors that its backward needs.
 
     Args:
-        shape_context: context in which the operators of a region run to infer shapes.
+        shape_context: context in which results are created.
         on_kernel: called as `ran(name, read, written)` for each kernel.
     """
 
