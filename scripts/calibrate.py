@@ -130,7 +130,7 @@ def trace_rows(published: Mapping[str, Any], names: Sequence[str]) -> None:
     """Dry-run rows and store what they count."""
     known = json.loads(COUNTS.read_text(encoding="utf-8")) if COUNTS.exists() else {}
     for row in published["rows"]:
-        if row["id"] in names or (not names and "set" in row and row["id"] not in known):
+        if row["id"] in names or not (names or "not_run" in row or row["id"] in known):
             known[row["id"]] = counted(published, row)
             COUNTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
             print(f"traced {row['id']}", flush=True)
