@@ -88,8 +88,11 @@ def quantization_config(qat: FakeQuantization) -> dict[str, Any]:
     if qat.activations is not None:
         of_inputs = {**_arguments(qat.activations), "strategy": "token", "dynamic": True}
     group = {"targets": ["Linear"], "weights": of_weights, "input_activations": of_inputs, "format": scheme}
+    # transformers reads packed 4-bit floats in bfloat16, which it does not multiply with float32.
+    dequantize = weights.name in ("mxfp4", "nvfp4") and qat.read_dtype == torch.float32
     return {
         "quant_method": METHOD,
+        **({"dequantize": True} if dequantize else {}),
         "format": scheme,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "output_activations": None}},
