@@ -59,6 +59,7 @@ def build_part(
         part.quantization = qat.convert_layers(part.model, config.qat, part.hub_dtype)
     if request.values or request.scores:
         part.add_value_head(request.scores or 1)
+    part.reads_logits = request.logprobs
     if not request.logprobs:
         _freeze_unused_head(part.model)
     return part

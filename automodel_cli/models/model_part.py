@@ -58,6 +58,7 @@ class ModelPart(nn.Module):
         front_keys: parameter of the front end (named as in the composite) -> key of the checkpoint.
         quantization: settings of fake-quantized layers. A pipeline stage may have none of these layers.
         may_train_nothing: a pipeline stage without trained parameters is valid, because another stage has some.
+        reads_logits: the logits of the LM head are computed. Scores and embeddings do not need them.
         unties_head: an adapter changes a head that is tied to the embedding, so exports and replicas need an untied
             config (`untied`).
     """
@@ -88,6 +89,7 @@ class ModelPart(nn.Module):
         self.two_way: TwoWay | None = None
         self.front_keys: dict[str, str] = {}
         self.unties_head = False
+        self.reads_logits = True
         self.may_train_nothing = False
         self.quantization: FakeQuantization | None = None
         self._context_group: ContextGroup | None = None

@@ -19,6 +19,10 @@ def training_costs(part: ModelPart, anatomy: ModelStructure, lowest: int) -> tup
     layers = [*part.model.get_submodule(anatomy.layers).children()]
     costs = [_cost([layer], has_backward=lowest <= index) for index, layer in enumerate(layers)]
     after = [part.model.get_submodule(name) for name in anatomy.after]
+    if not part.reads_logits:
+        after = [module for module in after if module is not part.model.get_output_embeddings()]
+    if part.value_head is not None:
+        after.append(part.value_head)
     return costs, _cost(after, has_backward=lowest < len(layers))
 
 

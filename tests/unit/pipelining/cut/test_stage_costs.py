@@ -7,10 +7,12 @@ import itertools
 import pytest
 
 from automodel_cli.config.parameter_patterns import EVERYTHING, Selection
+from automodel_cli.data.head_output import HeadRequest
 from automodel_cli.models.builder import build_part
 from automodel_cli.models.config import ModelConfig
 from automodel_cli.models.freezing import freeze
 from automodel_cli.models.lora_config import LoRAConfig
+from automodel_cli.models.model_part import ModelPart
 from automodel_cli.pipelining.config import PipelineConfig
 from automodel_cli.pipelining.cut.split_check import check_split
 from automodel_cli.pipelining.cut.stage_plan import plan_stages
@@ -65,14 +67,25 @@ def costs_of(sizes: tuple[int, ...], layers: list[int], head: int) -> list[int]:
     return [*costs[:-1], costs[-1] + head]
 
 
+def balanced(part: ModelPart, num_stages: int) -> tuple[int, ...]:
+    plan = plan_stages(PipelineConfig(balance="cost"), part, check_split(part.model), num_stages)
+    return tuple(len(stage) for stage in plan.layers)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_head_without_logits_costs_nothing(is_tied: bool) -> None:
+    config = ModelConfig(config={**FIELDS, "tie_word_embeddings": is_tied})
+    assert balanced(build_part(config, request=HeadRequest(scores=2, logprobs=False)), 2) == (4, 4)
+    assert balanced(build_part(config), 2) == (6, 2)
+
+
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_no_split_has_a_cheaper_slowest_stage(case: str, num_stages: int) -> None:
     selection, lora, layers, head = CASES[case]
     part = build_part(ModelConfig(config=FIELDS, lora=lora))
     freeze(part, selection)
-    plan = plan_stages(PipelineConfig(balance="cost"), part, check_split(part.model), num_stages)
-    found = tuple(len(stage) for stage in plan.layers)
+    found = balanced(part, num_stages)
     every = [s for s in itertools.product(range(1, LAYERS), repeat=num_stages) if sum(s) == LAYERS]
     costs = {sizes: costs_of(sizes, layers, head) for sizes in every}
     slowest = min(max(of) for of in costs.values())
