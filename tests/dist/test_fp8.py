@@ -79,13 +79,16 @@ def step(world, original, row, every):
 
 
 def gathered_steps(rank, world, original, row, documents):
-    """The step with a gather in float8 and with one in the original precision, and how often it was in float8."""
+    """The step with gathers in float8 and in the original precision, and how many inputs and gradients were float8."""
     every = [packed_batch([[token_row(n, seed=10 * i + n) for n in one] for one in documents]) for i in range(2)]
-    with mock.patch.object(sequence_parallel, "gather_input", wraps=sequence_parallel.gather_input) as gather:
+    with (
+        mock.patch.object(sequence_parallel, "gather_input", wraps=sequence_parallel.gather_input) as gather,
+        mock.patch.object(sequence_parallel, "scatter_output", wraps=sequence_parallel.scatter_output) as scatter,
+    ):
         found = step(world, original, row, every)
-        count = gather.call_count
-        with mock.patch.object(sequence_parallel, "can_gather_input", lambda own, fp8: False):
-            return found, step(world, original, row, every), count
+        counts = gather.call_count, scatter.call_count
+        with mock.patch.object(sequence_parallel, "can_gather_input", lambda num_own, fp8: False):
+            return found, step(world, original, row, every), counts
 
 
 def relative(got, want):
@@ -191,10 +194,23 @@ def test_a_cut_layer_casts_as_a_whole_one(found):
 
 @pytest.mark.parametrize("name", GATHERED)
 def test_inputs_gathered_in_float8_change_no_bit(name, found):
-    (loss, norm, gradients), (want_loss, want_norm, want), count = found[-1][name]
-    assert count == (2 if "saved" in name else 4) * NUM_MICROBATCHES * 2  # blocks and layers
-    assert (loss, norm) == (want_loss, want_norm)
-    assert gradients.keys() == want.keys() and all(torch.equal(gradients[key], want[key]) for key in want)
+    got, want, (inputs, outputs) = found[-1][name]
+    assert inputs == (2 if "saved" in name else 4) * NUM_MICROBATCHES * 2  # blocks and layers
+    assert outputs >= 2 * NUM_MICROBATCHES * 2
+    require_equal(got, want)
+
+
+def require_equal(got, want):
+    assert got[:2] == want[:2] and got[2].keys() == want[2].keys()
+    assert all(torch.equal(got[2][key], want[2][key]) for key in want[2])
+
+
+def test_gradients_gathered_in_float8_are_there_for_both_parts_of_a_split_backward(originals):
+    fp8 = replace(ONE, fp8=Fp8Config("rowwise", emulate=True))
+    row = over(fp8, tp_size=2, pp_size=2, pipeline=PipelineConfig("zb_h1"), sequence_parallel=True)
+    got, want, (_, outputs) = launch(gathered_steps, 4, originals["llama"], row, ((9, 7, 16), (20, 12)))
+    assert outputs == 2 * NUM_MICROBATCHES  # of the only layer of a stage
+    require_equal(got, want)
 
 
 def numbers(*shape, seed):

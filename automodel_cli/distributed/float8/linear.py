@@ -29,10 +29,11 @@ from torch.distributed.tensor import DTensor, Shard
 from automodel_cli.config.warn import warn
 from automodel_cli.distributed.float8.grouped_gemm import require_grouped
 from automodel_cli.distributed.float8.quantization import Arithmetic, autocast_dtype, require_float8
-from automodel_cli.distributed.float8.token_gather import GatheredInput, gathered_of
+from automodel_cli.distributed.float8.token_gather import GatheredInput, OutputGradient, gathered_of
 from automodel_cli.distributed.fusion.compiled_regions import RegionCompiler
 from automodel_cli.distributed.sharded_linear import linear_over_tp
 from automodel_cli.distributed.tensors import to_local
+from automodel_cli.distributed.torch_compat import wanted
 from automodel_cli.distributed.typed_torch import Ctx, Function, set_attributes
 
 
@@ -51,7 +52,7 @@ class Fp8Linear(nn.Linear):
         if isinstance(weight, DTensor):
             y = _over_tp(x, weight, self.fp8, gathered)
         else:
-            y = _matmul(x, weight, self.fp8, _UNSHARDED, None)
+            y = _matmul(x, weight, self.fp8, _UNSHARDED)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
@@ -143,16 +144,25 @@ _UNSHARDED = _Sharding()
 
 
 def _over_tp(x: Tensor, weight: DTensor, fp8: Arithmetic, gathered: GatheredInput | None) -> Tensor:
-    def compute(local_x: Tensor, local_w: Tensor, placement: Shard, mesh: DeviceMesh) -> Tensor:
-        return _matmul(local_x, local_w, fp8, _Sharding(placement.dim, mesh.get_group()), gathered)
+    gradient = OutputGradient(fp8)
 
-    return linear_over_tp(x, weight, compute)
+    def compute(local_x: Tensor, local_w: Tensor, placement: Shard, mesh: DeviceMesh) -> Tensor:
+        return _matmul(local_x, local_w, fp8, _Sharding(placement.dim, mesh.get_group()), gathered, gradient)
+
+    y = linear_over_tp(x, weight, compute)
+    set_attributes(y, output_gradient=gradient)
+    return y
 
 
 def _matmul(
-    x: Tensor, weight_OI: Tensor, fp8: Arithmetic, sharding: _Sharding, gathered: GatheredInput | None
+    x: Tensor,
+    weight_OI: Tensor,
+    fp8: Arithmetic,
+    sharding: _Sharding,
+    gathered: GatheredInput | None = None,
+    gradient: OutputGradient | None = None,
 ) -> Tensor:
-    y_TO: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI, fp8, sharding, gathered)
+    y_TO: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI, fp8, sharding, gathered, gradient)
     return y_TO.view(*x.shape[:-1], len(weight_OI))
 
 
@@ -160,7 +170,7 @@ class _Linear(Function):
     """Linear function in float8. Saves inputs and weight in their own precision, as torch's does, if gradients need
     them.
 
-    Only the shape of `x_TI` is read if `gathered` has its casts.
+    Only the shape of `x_TI` is read if `gathered` has its casts. The same holds for the gradient of the output.
     """
 
     @staticmethod
@@ -171,13 +181,14 @@ class _Linear(Function):
         fp8: Arithmetic,
         sharding: _Sharding,
         gathered: GatheredInput | None,
+        gradient: OutputGradient | None,
     ) -> Tensor:
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         # Not the float8 casts: backward needs them along the other dimension, and with other scales.
         saved: Sequence[Tensor] = (x_TI,) if gathered is None else gathered.saved
         ctx.save_for_backward(weight_OI if wants_x else None, *(saved if wants_weight else ()))
         ctx.fp8, ctx.sharding, ctx.dtype = fp8, sharding, weight_OI.dtype
-        ctx.shared = None if gathered is None else gathered.shared
+        ctx.gradient, ctx.shared = gradient, None if gathered is None else gathered.shared
         if ctx.shared is not None:
             ctx.shared.num_layers += wants_weight
         by_row = fp8.recipe.by_row
@@ -192,20 +203,24 @@ class _Linear(Function):
         weight_OI, *saved = ctx.saved_tensors
         fp8, sharding, recipe = ctx.fp8, ctx.sharding, ctx.fp8.recipe
         wants_x, wants_weight, *_ = ctx.needs_input_grad
+        given = None if ctx.gradient is None else ctx.gradient.gathered
         grad_x = grad_weight = None
         if wants_x:
             by_row = recipe.by_row and not recipe.exact_weight_gradient
             weight = fp8.operand(
                 weight_OI, transposed=True, by_row=by_row, group=sharding.of_weight(by_row, transposed=True)
             )
-            grad = fp8.operand(grad_TO, recipe.gradient, group=sharding.of_features(0, recipe.by_row, transposed=False))
+            group = sharding.of_features(0, recipe.by_row, transposed=False)
+            grad = fp8.operand(grad_TO, recipe.gradient, group=group) if given is None else given.operand
             grad_x = fp8.product(grad, weight, grad_TO.dtype)
         if wants_weight and recipe.exact_weight_gradient:
             grad_weight = grad_TO.t() @ saved[0]
         elif wants_weight:
-            grad = fp8.operand(
-                grad_TO, recipe.gradient, transposed=True, group=sharding.of_features(0, recipe.by_row, transposed=True)
-            )
+            group = sharding.of_features(0, recipe.by_row, transposed=True)
+            if given is not None:
+                grad = given.shared.cast(given.saved)
+            else:
+                grad = fp8.operand(grad_TO, recipe.gradient, transposed=True, group=group)
             group = sharding.of_features(1, recipe.by_row, transposed=True)
             x = (
                 fp8.operand(saved[0], transposed=True, group=group)
@@ -213,4 +228,6 @@ class _Linear(Function):
                 else ctx.shared.transposed(saved)
             )
             grad_weight = fp8.product(grad, x, ctx.dtype)
-        return grad_x, grad_weight, None, None, None
+        if given is not None and (not wants_weight or wanted(ctx)[1]):  # A split backward reads it again for weights.
+            ctx.gradient.gathered = None
+        return grad_x, grad_weight, None, None, None, None

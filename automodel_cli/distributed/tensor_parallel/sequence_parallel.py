@@ -29,7 +29,13 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from automodel_cli.config.errors import ConfigError
 from automodel_cli.distributed.expert_parallel.apply import experts_modules
 from automodel_cli.distributed.float8.linear import arithmetic_of
-from automodel_cli.distributed.float8.token_gather import can_gather_input, gather_input
+from automodel_cli.distributed.float8.quantization import Arithmetic
+from automodel_cli.distributed.float8.token_gather import (
+    can_gather_input,
+    gather_input,
+    output_gradient_of,
+    scatter_output,
+)
 from automodel_cli.distributed.scatter_gather import gather_from_group, padding, scatter_to_group
 from automodel_cli.distributed.tensor_parallel.styles import SumParameterGradients
 
@@ -121,10 +127,19 @@ class _Scattering(RowwiseParallel):
 
     @staticmethod
     def _prepare_output_fn(layouts: object, use_local: bool, mod: object, outputs: Any, mesh: object) -> object:
+        gradient = output_gradient_of(outputs)
+        if gradient is not None and use_local and _gathers_in_float8(outputs, gradient.fp8):
+            return scatter_output(outputs, gradient)
         if outputs.ndim != _TOKENS + 2 or len(outputs) > 1 or not use_local:
             return RowwiseParallel._prepare_output_fn(layouts, use_local, mod, outputs, mesh)
         own_tD = outputs.squeeze(0).redistribute(placements=[Shard(0)], async_op=True).to_local()
         return own_tD.unsqueeze(0)
+
+
+def _gathers_in_float8(y_BTO: DTensor, fp8: Arithmetic) -> bool:
+    num_ranks = y_BTO.device_mesh.size()
+    is_even = y_BTO.ndim == _TOKENS + 2 and y_BTO.shape[_TOKENS] % num_ranks == 0
+    return is_even and can_gather_input(y_BTO[..., 0].numel() // num_ranks, fp8)
 
 
 def blocks(layer: nn.Module) -> Iterator[nn.Module]:
@@ -159,7 +174,7 @@ def _wrap(block: nn.Module, mesh: DeviceMesh, is_uniform: bool) -> None:
         def gathered(own_BtD: Tensor) -> Tensor:
             num_tokens = _num_tokens(kwargs, own_BtD, mesh)
             fp8, has_padding = arithmetic_of(readers), own_BtD.shape[_TOKENS] * mesh.size() != num_tokens
-            if fp8 is not None and not has_padding and can_gather_input(own_BtD, fp8):
+            if fp8 is not None and not has_padding and can_gather_input(own_BtD[..., 0].numel(), fp8):
                 return gather_input(own_BtD, fp8, mesh)
             return (_gather_partial if is_uniform else gather_tokens)(own_BtD, mesh, num_tokens)
 
