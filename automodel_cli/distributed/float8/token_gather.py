@@ -1,6 +1,6 @@
 """Inputs of column-parallel layers, cast by each rank for its own tokens and all-gathered in float8.
 
-Likewise output gradients of row-parallel layers.
+Likewise output gradients of row-parallel layers, if one scale per tensor serves both of their GEMMs.
 
 Each value is cast once for all layers with this input, by one rank, and one byte of it is sent. Values and scales are
 bitwise equal to those of a gather in the original precision that every layer casts:
@@ -50,16 +50,16 @@ class GatheredInput:
         values = _gathered(own.values_MK, 0, num_sequences, group)
         self.operand = Operand(values, _gathered(own.inverse, 0, num_sequences, group) if by_row else own.inverse)
         self.saved: Sequence[Tensor] = (own_NI,) if by_row else self.operand
-        self.shared = SharedCast(fp8, num_sequences, group, dtype)
+        self.shared = SharedCast(fp8, num_sequences, group)
 
 
 class SharedCast:
     """The cast for dW = dy^T x. The first layer in backward computes it, and the last one frees it."""
 
-    def __init__(self, fp8: Arithmetic, num_sequences: int, group: dist.ProcessGroup, dtype: torch.dtype):
+    def __init__(self, fp8: Arithmetic, num_sequences: int, group: dist.ProcessGroup):
         self.num_layers = 0
         """Layers that save the input."""
-        self._fp8, self._num_sequences, self._group, self._dtype = fp8, num_sequences, group, dtype
+        self._fp8, self._num_sequences, self._group = fp8, num_sequences, group
         self._operand: Operand | None = None
         self._num_used = 0
 
@@ -75,7 +75,7 @@ class SharedCast:
         if not self._fp8.recipe.by_row:
             values_MK, inverse = saved
             return Operand(values_MK.t().contiguous(), inverse)
-        own = self._fp8.operand(saved[0], self._dtype, transposed=True, group=self._group)
+        own = self._fp8.operand(saved[0], transposed=True, group=self._group)
         return Operand(_gathered(own.values_MK, 1, self._num_sequences, self._group), own.inverse)
 
 

@@ -139,7 +139,8 @@ class _Scattering(RowwiseParallel):
 def _gathers_in_float8(y_BTO: DTensor, fp8: Arithmetic) -> bool:
     num_ranks = y_BTO.device_mesh.size()
     is_even = y_BTO.ndim == _TOKENS + 2 and y_BTO.shape[_TOKENS] % num_ranks == 0
-    return is_even and can_gather_input(y_BTO[..., 0].numel() // num_ranks, fp8)
+    # With scales per row, the two casts of a gradient have as many bytes as the gradient.
+    return is_even and not fp8.recipe.by_row and can_gather_input(y_BTO[..., 0].numel() // num_ranks, fp8)
 
 
 def blocks(layer: nn.Module) -> Iterator[nn.Module]:
