@@ -87,7 +87,7 @@ def test_layouts_train_and_export_as_one_rank(kind: str, tmp_path: Path):
 
 @pytest.mark.nightly
 def test_the_text_model_is_quantized_and_the_layers_of_pictures_are_not(tmp_path: Path):
-    pytest.importorskip("compressed_tensors")
+    matching = pytest.importorskip("compressed_tensors.utils.match")
     _project(tmp_path)
     given = ("run_name=four", "model.vision.tower=frozen", "model.vision.projector=frozen")
     qat = "model.qat={weight_dtype: int4, group_size: 16}"
@@ -103,7 +103,11 @@ def test_the_text_model_is_quantized_and_the_layers_of_pictures_are_not(tmp_path
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "runs/four/export", quantization_config=config)
     quantization = json.loads((tmp_path / "runs/four/export/config.json").read_text())["quantization_config"]
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert linear - {key.removesuffix(".weight") for key in layers} == linear & set(quantization["ignore"])
+    quantized = {key.removesuffix(".weight") for key in layers}
+    assert linear - quantized == linear & set(quantization["ignore"])
+    layer, ignore = torch.nn.Linear(1, 1), quantization["ignore"]
+    assert matching.is_match("visual.tower.blocks.0.attn.qkv", layer, ignore)  # as an engine may name it
+    assert not any(matching.is_match(name, layer, ignore) for name in quantized)
 
 
 @pytest.mark.slow

@@ -83,7 +83,10 @@ def _ignored(part: ModelPart, quantization: FakeQuantization) -> tuple[str, ...]
         names = [part.within.in_whole(name) for name in names]
     if part.front is not None:
         modules = part.front.composite.named_modules()
-        names += [name for name, module in modules if isinstance(module, nn.Linear)]
+        linear = [name for name, module in modules if isinstance(module, nn.Linear)]
+        # vLLM names the layers of a tower in its own way (`vision_tower.vision_model.` in gemma 3).
+        towers = dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in linear)
+        names += [*linear, *(rf"re:(.*\.)?{tower}(\..*)?$" for tower in towers)]
     # Copied to the export, such as the tower of a model that is trained on text.
     return (*names, *(key.removesuffix(".weight") for key in part.unclaimed if key.endswith(".weight")))
 
