@@ -30,7 +30,6 @@ from automodel_cli.rollout.types import Sample
 from tests import tiny
 from tests.dist.harness import launch, launch_all
 from tests.dist.test_grpo import given_samples, updates_of
-from tests.marks import slow
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +55,7 @@ def layouts(objective: Any) -> dict[str, Case]:
     return {name: replace(row, num_microbatches=4) for name, row in rows.items()}
 
 
-@pytest.mark.parametrize("name", [*(name for name in OBJECTIVES if name != "sapo"), *slow("sapo")])
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_algorithm_has_the_numbers_of_one_process_on_ranks_and_in_stages(name: str, tmp_path: Path):
     objective = OBJECTIVES[name]
     model = tiny.build_hf("llama", num_hidden_layers=2)

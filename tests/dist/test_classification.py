@@ -18,7 +18,6 @@ from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from tests.dist.harness import launch
-from tests.marks import slow
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +45,7 @@ def layouts(objective: Any) -> dict[str, Case]:
     return {name: replace(row, num_microbatches=4, objective=objective) for name, row in rows.items()}
 
 
-@pytest.mark.parametrize("name", ["single label", *slow("multi label", "regression", "tokens")])
+@pytest.mark.parametrize("name", ["single label", "multi label", "regression", "tokens"])
 def test_a_classifier_has_the_numbers_of_one_process_in_every_layout(name: str, tmp_path: Path):
     objective = OBJECTIVES[name]
     model = tiny.build_hf("llama", num_hidden_layers=2)

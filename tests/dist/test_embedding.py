@@ -31,7 +31,6 @@ from automodel_cli.run.embedding_gradients import with_gradients
 from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch
-from tests.marks import slow
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +114,7 @@ def _errors(original: Original, reference: Reference, row: Case) -> Errors:
     return step_errors(reference, result, recorder.gradients)
 
 
-@pytest.mark.parametrize("name", ["infonce", *slow("mean", "own negatives", "scored")])
+@pytest.mark.parametrize("name", ["infonce", "mean", "own negatives", "scored"])
 def test_loss_and_gradients_do_not_depend_on_the_layout(name: str, tmp_path: Path):
     _check(tiny.build_hf("llama", num_hidden_layers=2), OBJECTIVES[name], LAYOUTS, tmp_path)
 

@@ -25,7 +25,7 @@ from automodel_cli.parity.reference import Original
 from automodel_cli.pipelining.config import PipelineConfig
 from tests import tiny
 from tests.dist.harness import launch
-from tests.marks import nightly, slow
+from tests.marks import nightly
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +104,7 @@ def _save(rank: int, world: int, original: Original, row: Case, folder: str) -> 
     lora_export.save_adapters(stages.parts, row.lora, folder, base_model="x", write=rank == 0, pp_group=stages.pp_group)
 
 
-@pytest.mark.parametrize("layout", ["ep2", *slow("tp2"), *nightly("pp2", "fsdp2")])
+@pytest.mark.parametrize("layout", ["ep2", "tp2", *nightly("pp2", "fsdp2")])
 def test_the_files_do_not_depend_on_the_layout(layout: str, tmp_path: Path):
     original, row = _original(tmp_path, "qwen3_moe"), ROWS[layout]
     alone = Case(MeshConfig(dp_size=1), lora=row.lora)

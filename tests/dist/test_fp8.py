@@ -159,7 +159,6 @@ def found(originals):
     return alone, *launch(all_steps, 2, originals, rows)
 
 
-@pytest.mark.slow
 def test_it_is_another_arithmetic_for_linear_layers_and_for_experts(found):
     alone, *_ = found
     assert 1e-3 < relative(alone["without"], alone["dense"]) < 0.2

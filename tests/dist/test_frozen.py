@@ -42,7 +42,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
 FAST = [ROWS[0], ROWS[4], ROWS[7]]
 
 
-@pytest.mark.parametrize("rows", [FAST, pytest.param([r for r in ROWS if r not in FAST], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [FAST, [r for r in ROWS if r not in FAST]])
 def test_layouts_train_what_one_process_trains(original: Original, rows: list[Case]):
     for row, outcome in zip(rows, launch(run_rows, 2, original, rows), strict=True):
         assert isinstance(outcome, Errors) and outcome.within_rounding(), (row, row.selection, outcome)
@@ -59,7 +59,6 @@ def test_a_gradient_of_a_frozen_parameter_is_noticed(original: Original):
     assert isinstance(outcome, Errors) and not outcome.within_rounding()
 
 
-@pytest.mark.slow
 def test_frozen_experts_over_ranks(tmp_path):
     model = tiny.build_hf("qwen3_moe")
     source = Original.write(tmp_path / "model", model, SFT())

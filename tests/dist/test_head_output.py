@@ -116,7 +116,6 @@ def test_every_field_has_the_numbers_of_one_process_on_ranks_and_in_stages(origi
         assert isinstance(errors, Errors) and errors.within_rounding(), (name, errors)
 
 
-@pytest.mark.slow
 def test_pretraining_has_the_numbers_of_one_process_on_ranks_and_in_stages(tmp_path: Path):
     """With z-loss and bits per byte."""
     objective = NextToken(z_loss_coef=0.5)
@@ -177,9 +176,9 @@ def _request_lost_between_stages(batches: list[Batch]) -> list[Batch]:
     ("sabotage", "layout"),
     [
         (_entropies_apart, "tp"),
-        pytest.param(_likeliest_of_this_rank, "tp", marks=pytest.mark.slow),
-        pytest.param(_entropy_without_gradient, "fsdp2", marks=pytest.mark.slow),
-        pytest.param(_values_without_gradient, "pp", marks=pytest.mark.slow),
+        (_likeliest_of_this_rank, "tp"),
+        (_entropy_without_gradient, "fsdp2"),
+        (_values_without_gradient, "pp"),
         (_request_lost_between_stages, "pp"),
     ],
 )

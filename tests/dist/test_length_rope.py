@@ -37,7 +37,6 @@ def test_documents_get_their_own_tables_on_two_ranks(name: str, tmp_path: Path):
         assert isinstance(outcome, Errors) and outcome.within_rounding(), f"{row}: {outcome}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["phi3", "dynamic"])
 def test_documents_get_their_own_tables_on_stages_that_share_rows(name: str, tmp_path: Path):
     original = Original.write(tmp_path / "model", case_model(name).train(), SFT(), kinds=(True,), counts=(4,))

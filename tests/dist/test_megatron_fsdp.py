@@ -36,7 +36,6 @@ from tests.dist import cuda_stand_in, vision_cases
 from tests.dist.harness import launch, launch_all
 from tests.dist.parity import FSDP2, Case, compare, step_batches, tiny_part
 from tests.errors import raises
-from tests.marks import slow
 from tests.rounding import tolerance
 
 pytestmark = pytest.mark.slow
@@ -85,7 +84,6 @@ def test_options_do_not_change_the_numbers():
     _check(2, [Case(config=replace(MEGATRON, **OPTIONS[name]), num_layers=layers.get(name, 2)) for name in OPTIONS])
 
 
-@pytest.mark.slow
 def test_tied_embeddings_and_experts():
     _check(2, [Case(family, config=MEGATRON) for family in ("gemma3_text", "qwen3_moe")])
 
@@ -101,7 +99,6 @@ def _compare_pictures(rank, world, cases):
     return vision_cases.compare(rank, world, "qwen3_vl", cases)
 
 
-@pytest.mark.slow
 def test_a_vision_tower_has_the_numbers_of_one_process():
     """Recipes refuse it, because loading and export have not been run with a tower."""
     strategies = [replace(MEGATRON, zero_dp_strategy=strategy) for strategy in (0, 3)]
@@ -110,12 +107,10 @@ def test_a_vision_tower_has_the_numbers_of_one_process():
         assert errors.within_rounding(), f"{case}: {errors}"
 
 
-@pytest.mark.slow
 def test_under_tensor_and_context_parallelism():
     _check(4, [*_of_mesh({"tp_size": 2}, 3), *_of_mesh({"cp_size": 2}, 3)])
 
 
-@pytest.mark.slow
 def test_other_strategies_under_tensor_parallelism():
     _check(4, _of_mesh({"tp_size": 2}, 0, 1))
 
@@ -189,7 +184,7 @@ def in_one_process(tmp_path_factory):
     return launch(_train, 1, FSDP2, tmp_path_factory.mktemp("one"), {})
 
 
-@pytest.mark.parametrize("strategy", [*slow(0, 1, 2), 3])
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 def test_a_run_trains_resumes_and_exports_like_one_process(in_one_process, tmp_path, strategy):
     want, want_weights = in_one_process
     config = replace(MEGATRON, zero_dp_strategy=strategy, init_fsdp_with_meta_device=strategy == 3)
@@ -224,7 +219,7 @@ def _loaded(rank, world, folder, config):
     return _difference(got, want), any(p._local_tensor.shape[0] * world != p.shape[0] for p in part.parameters())
 
 
-@pytest.mark.parametrize("strategy", [*slow(0), 3])
+@pytest.mark.parametrize("strategy", [0, 3])
 def test_checkpoints_of_the_hub_load_into_uneven_shards(tmp_path, strategy):
     tiny.build_hf("llama").save_pretrained(tmp_path)
     results = launch_all(_loaded, 2, str(tmp_path), replace(MEGATRON, zero_dp_strategy=strategy))

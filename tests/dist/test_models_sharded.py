@@ -18,7 +18,6 @@ from automodel_cli.models.lora_config import LoRAConfig
 from automodel_cli.models.model_part import ModelPart
 from tests.dist.harness import launch, launch_all
 from tests.exports import verify_export
-from tests.marks import slow
 from tests.quantize import to_fp8, to_mxfp4
 from tests.tiny import build_hf, full, packed_batch, tiny_fields, token_row
 
@@ -101,7 +100,7 @@ def _check_random(rank: int, world: int, families: list[str]) -> None:
         _compare_with_alone(ModelConfig(config=tiny_fields(family, num_hidden_layers=2)), world)
 
 
-@pytest.mark.parametrize("world", [*slow(1), 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_random_weights_do_not_depend_on_the_layout(world: int):
     launch(_check_random, world, ["llama", "gemma3_text", "deepseek_v3"])
 

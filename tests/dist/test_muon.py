@@ -91,8 +91,8 @@ def _item(module, name):
     [
         (4, LAYOUTS, "float32"),
         (4, {"fsdp4": LAYOUTS["fsdp4"]}, "bfloat16"),
-        pytest.param(4, LAYOUTS, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(8, OF_EIGHT, "float32", marks=pytest.mark.slow),
+        (4, LAYOUTS, "bfloat16"),
+        (8, OF_EIGHT, "float32"),
     ],
     ids=["float32", "bfloat16", "bfloat16 everywhere", "8 ranks"],
 )

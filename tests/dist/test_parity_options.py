@@ -77,7 +77,6 @@ def _compiled(rank, world, case):
     return errors, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", ["fsdp2, selective", *nightly("fsdp2", "ddp, checkpointing", "fsdp2, fused_ops"), "tp, fused_ops"]
 )

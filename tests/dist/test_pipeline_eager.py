@@ -74,7 +74,6 @@ def test_functions_on_four_ranks():
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, *nightly(4)])
 @pytest.mark.parametrize("family", FUNCTION_FAMILIES)
 def test_function_matrix(world: int, family: str):

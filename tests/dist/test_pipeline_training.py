@@ -24,7 +24,6 @@ from automodel_cli.training.optimizers.nodes import AdamW
 from automodel_cli.training.stages import SingleStage, Stages
 from automodel_cli.training.step import train_step
 from tests.dist.harness import launch
-from tests.marks import slow
 from tests.tiny import packed_batch, tiny_fields, token_row
 
 pytestmark = pytest.mark.slow
@@ -91,7 +90,7 @@ def _compare(
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", *slow("interleaved_1f1b")])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_1f1b"])
 def test_two_stages_train_like_one_process(schedule: str):
     _compare(2, 2, schedule, tied=schedule != "1f1b")
 
@@ -104,7 +103,6 @@ def test_stages_and_data_parallelism_train_like_one_process():
     _compare(4, 2, "zb_h1", "gpt_oss")
 
 
-@pytest.mark.slow
 def test_stages_and_hybrid_sharding_train_like_one_process():
     """Two stages, each on two replicas of two shards; the tied table is on both stages."""
     _compare(8, 2, "gpipe", tied=True, kind="hsdp")
@@ -114,7 +112,7 @@ def test_plain_data_parallelism_needs_no_wrapper():
     _compare(4, 2, "zbv", kind="ddp")
 
 
-@pytest.mark.parametrize("schedule", ["zbv", *slow("1f1b")])
+@pytest.mark.parametrize("schedule", ["zbv", "1f1b"])
 def test_adapters_on_a_frozen_base(schedule: str):
     _compare(2, 2, schedule, kind="lora")
 

@@ -72,7 +72,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_soft_update_mixes_the_weights_of_the_checkpoints_by_the_formula(folder):
     run = folder / "runs" / "soft"
     want = weights(run, 1, "reference.model.")
@@ -87,7 +86,6 @@ def test_a_soft_update_mixes_the_weights_of_the_checkpoints_by_the_formula(folde
     assert moved > 1e-4, "the test shows nothing"
 
 
-@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_reference_of_its_checkpoint(folder):
     launch(_stopped, 2, folder, "run_name=halves", SOFT, process_group=False)
     launch(_resumed, 2, folder, "halves", process_group=False)

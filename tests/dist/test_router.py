@@ -30,7 +30,6 @@ from tests import tiny
 from tests.dist.harness import launch
 from tests.dist.parity import FSDP2, microbatch, tiny_part
 from tests.errors import assert_error
-from tests.marks import slow
 from tests.rounding import tolerance
 
 pytestmark = pytest.mark.slow
@@ -185,8 +184,8 @@ def test_one_process(family):
     [
         ("qwen3_moe", RECOMPUTE),
         ("deepseek_v3", FSDP2),
-        pytest.param("qwen3_moe", FSDP2, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", RECOMPUTE, marks=pytest.mark.slow),
+        ("qwen3_moe", FSDP2),
+        ("deepseek_v3", RECOMPUTE),
     ],
 )
 def test_experts_over_ranks(family, config):
@@ -195,16 +194,14 @@ def test_experts_over_ranks(family, config):
 
 @pytest.mark.parametrize(
     ("schedule", "family"),
-    [("1f1b", "gpt_oss"), pytest.param("zb_h1", "deepseek_v3", marks=pytest.mark.slow), ("zbv", "qwen3_moe")],
+    [("1f1b", "gpt_oss"), ("zb_h1", "deepseek_v3"), ("zbv", "qwen3_moe")],
 )
 def test_under_a_pipeline(schedule, family):
     config = RECOMPUTE if schedule == "1f1b" else FSDP2
     check(4, Case(family, MeshConfig(pp_size=2, ep_size=2), schedule, config, num_microbatches=4))
 
 
-@pytest.mark.parametrize(
-    "mesh", [*slow(MeshConfig(cp_size=2)), MeshConfig(cp_size=2, ep_size=2)], ids=["cp", "cp x ep"]
-)
+@pytest.mark.parametrize("mesh", [MeshConfig(cp_size=2), MeshConfig(cp_size=2, ep_size=2)], ids=["cp", "cp x ep"])
 def test_rows_over_ranks(mesh):
     """f and P are those of the whole rows."""
     check(2, Case("qwen3_moe", mesh))

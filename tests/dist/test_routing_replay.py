@@ -33,7 +33,6 @@ from automodel_cli.training.step import train_step
 from tests import tiny
 from tests.dist.harness import launch, launch_all
 from tests.dist.test_grpo import OBJECTIVE, built, given_samples, updates_of, with_columns
-from tests.marks import slow
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +115,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_layouts_replay_what_one_process_with_forced_routers_computes(folder, world):
     (_, mismatch), *_ = launch(updated, 1, folder, [row()])
@@ -126,7 +124,7 @@ def test_layouts_replay_what_one_process_with_forced_routers_computes(folder, wo
         assert counted == pytest.approx(mismatch, abs=0.01), which
 
 
-@pytest.mark.parametrize("which", slow(row(pp=2, dp=2, ep=2), row(pp=2, dp=2, ep=2, schedule="interleaved1f1b")))
+@pytest.mark.parametrize("which", [row(pp=2, dp=2, ep=2), row(pp=2, dp=2, ep=2, schedule="interleaved1f1b")])
 def test_stages_with_experts_over_ranks_replay_them(folder, which):
     ((errors, _),) = launch(updated, 4, folder, [which])
     assert errors.within_rounding(), errors
@@ -230,7 +228,6 @@ def test_an_engine_that_does_not_know_of_a_layer_is_refused_before_the_first_ste
     assert "expert 0 twice for token 0 in MoE layer 1" in said
 
 
-@pytest.mark.slow
 def test_a_run_on_stale_samples_has_a_mismatch(tmp_path):
     stale = (
         "rollout=hf",

@@ -103,7 +103,7 @@ def _pairs(rank, world, folder, *overrides):
 
 @pytest.mark.parametrize(
     "objective",
-    ["objective.loss=aot_unpaired", pytest.param("objective.use_wpo_weighting=true", marks=pytest.mark.slow)],
+    ["objective.loss=aot_unpaired", "objective.use_wpo_weighting=true"],
 )
 def test_what_a_loss_reads_of_the_policy_before_an_update_is_that_of_all_ranks(tmp_path: Path, objective: str) -> None:
     """Whole numbers, not their parts: one rank sorts the pairs that two ranks share."""

@@ -69,9 +69,7 @@ def _waits(mode: TracedRank) -> list[str]:
     return [f"{what} at {line}" for what, line in mode.counts.syncs]
 
 
-@pytest.mark.parametrize(
-    ("family", "greedy"), [("qwen3_moe", False), pytest.param("llama", True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("family", "greedy"), [("qwen3_moe", False), ("llama", True)])
 def test_the_host_waits_for_nothing_inside_a_step(family: str, greedy: bool) -> None:
     waits, launches, with_a_value = launch(_counted, 1, family, greedy, timeout=200, process_group=False)
     assert waits == []

@@ -23,7 +23,7 @@ from automodel_cli.planning.plan import make_plan
 from automodel_cli.run.memory.auto_activation_checkpointing import decided
 from automodel_cli.run.plan_request import plan_request
 from tests.dryrun.traces import trace_in_fork
-from tests.marks import nightly, slow
+from tests.marks import nightly
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +98,7 @@ FROZEN = [
     Case("qwen3_moe_30b_ep8", 8, 0, layers=4, more=(*_ONCE_A_STEP, "train.freeze=['*experts*']")),
 ]
 """The embedding and 10 of 16 layers, or all experts."""
-COMPARED = [*DEFAULT, *slow(*SLOW, FROZEN[-1])]
+COMPARED = [*DEFAULT, *SLOW, FROZEN[-1]]
 EVERY = [*DEFAULT, *SLOW, *NIGHTLY, *PLANNED]
 _NOT_OF_REAL_SIZE = re.compile(
     r"quickstart.*|.*_tiny|sft|dpo|dpo_vlm|grpo|kd|rm|vlm|classifier|embedding|pretrain|gemma3_.*"
@@ -152,7 +152,7 @@ def test_a_plan_is_within_ten_percent_of_the_peak_of_the_real_step(case: Case) -
     assert found.plan == pytest.approx(found.peak, rel=0.10)
 
 
-@pytest.mark.parametrize("case", [*slow(*SLOW), *nightly(*NIGHTLY)], ids=str)
+@pytest.mark.parametrize("case", [*SLOW, *nightly(*NIGHTLY)], ids=str)
 def test_the_step_time_of_a_plan_overlaps_that_of_its_dry_run(case: Case) -> None:
     """Both have the same formulas. A plan's counts are closed forms, within 20% for steps of the config's size."""
     request = TraceRequest(case.recipe, _overrides(case), case.gpus)
@@ -165,7 +165,7 @@ def test_the_step_time_of_a_plan_overlaps_that_of_its_dry_run(case: Case) -> Non
     assert found.throughput.low < planned.throughput.high
 
 
-@pytest.mark.parametrize("case", [*DEFAULT, *slow(*SLOW), *nightly(*NIGHTLY)], ids=str)
+@pytest.mark.parametrize("case", [*DEFAULT, *SLOW, *nightly(*NIGHTLY)], ids=str)
 def test_a_microbatch_waits_and_launches_no_more_than_it_did(case: Case) -> None:
     found = traced(case)
     assert case.waits is not None and case.kernels is not None

@@ -71,7 +71,7 @@ def test_starts_at_ln_2_and_exports(folder, losses):
     "overrides",
     [
         ("reference_mode=frozen_copy",),
-        pytest.param(("mesh.dp_size=2",), marks=pytest.mark.slow),
+        ("mesh.dp_size=2",),
         ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b"),
     ],
     ids=["frozen copy", "fsdp2 x2", "pp2"],

@@ -76,7 +76,6 @@ def test_sentence_transformers_gives_the_validation_metrics(folder, losses):
     assert b"lm_head" not in names
 
 
-@pytest.mark.slow
 def test_mean_pooling_lora_and_stages_export_too(folder, losses):
     more = ("objective.pooling=mean", "objective.dimensions=[64,16]", "model.lora={rank: 4}")
     staged = ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")

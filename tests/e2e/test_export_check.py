@@ -54,7 +54,6 @@ def test_a_run_and_the_export_command_in_the_default_precision(folder: Path) -> 
     assert first == second and not (folder / "again/unverified.json").exists()
 
 
-@pytest.mark.slow
 def test_an_adapter_on_a_tied_head_is_trained_and_exported_whole_and_in_stages(folder: Path) -> None:
     for name, more in (("whole", ()), ("stages", ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b"))):
         trained = done(folder, "finetune", "llm", "-c", "plain.yaml", f"run_name={name}", TIED_HEAD, *SHORT, *more)

@@ -94,7 +94,7 @@ DYNAMIC = ["rollout.dynamic_sampling={max_gen_batches: 8}", "rollout.group_size=
 
 @pytest.mark.parametrize(
     ("more", "depth"),
-    [([], 2), pytest.param(DYNAMIC, 1, marks=pytest.mark.slow)],
+    [([], 2), (DYNAMIC, 1)],
     ids=["plain", "dynamic sampling"],
 )
 def test_without_learning_it_is_the_synchronous_run(tmp_path: Path, more: list[str], depth: int) -> None:
@@ -113,7 +113,6 @@ def test_without_learning_it_is_the_synchronous_run(tmp_path: Path, more: list[s
         assert max(curve(ahead, "num_sampled")) > PROMPTS * 2, "the test shows nothing"
 
 
-@pytest.mark.slow
 def test_two_ranks_draw_what_one_does(whole: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
     run(tmp_path, *AHEAD, f"train.max_steps={STEPS}", "mesh.dp_size=2")
@@ -147,7 +146,6 @@ def run_with(folder: Path, extra: str, *overrides: str) -> Any:
     )
 
 
-@pytest.mark.slow
 def test_a_slow_engine_is_waited_for_before_its_weights_change(whole: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
     done = run_with(tmp_path, "time.sleep(4)", "train.max_steps=2")
@@ -157,7 +155,6 @@ def test_a_slow_engine_is_waited_for_before_its_weights_change(whole: Path, tmp_
     assert texts(folder, 2) == texts(whole / "whole", 2)
 
 
-@pytest.mark.slow
 def test_what_fails_in_the_thread_ends_the_run_with_its_message(tmp_path: Path) -> None:
     write_config(tmp_path)
     done = run_with(tmp_path, "raise RunError('the engine is out of order', fix='mend it')", "train.max_steps=3")
@@ -191,7 +188,6 @@ def same_runs(left: Path, right: Path) -> bool:
     return samples_of(left) == samples_of(right) and all(curve(left, key) == curve(right, key) for key in keys)
 
 
-@pytest.mark.slow
 def test_a_stopped_run_goes_on_bitwise(tmp_path: Path) -> None:
     """With the samples that were drawn when it stopped, by weights that no longer exist then."""
     write_config(tmp_path)
@@ -226,7 +222,6 @@ def test_two_rollouts_ahead_samples_are_those_of_the_weights_of_two_steps_earlie
     assert drawn_by(model, tokenizer, deep, 5) != texts(deep, 5), "the test shows nothing"
 
 
-@pytest.mark.slow
 def test_a_run_that_was_killed_two_rollouts_ahead_goes_on_bitwise(deep: Path, tmp_path: Path) -> None:
     write_config(tmp_path)
     run_dir = tmp_path / "runs" / "tiny"
@@ -236,7 +231,6 @@ def test_a_run_that_was_killed_two_rollouts_ahead_goes_on_bitwise(deep: Path, tm
     assert same_runs(run_dir, deep)
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_on_with_another_sampling_draws_anew(tmp_path: Path) -> None:
     write_config(tmp_path)
     stopped = stopped_after_two_steps(tmp_path, 12)

@@ -149,7 +149,6 @@ def test_a_run_gives_its_server_the_weights_of_every_step(tmp_path: Path) -> Non
     assert not list((run_dir / "rollout_weights").iterdir()) and not answers(f"http://127.0.0.1:{port}")
 
 
-@pytest.mark.slow
 def test_of_samples_drawn_ahead_only_the_wait_is_idle_time(tmp_path: Path) -> None:
     write_config(tmp_path)
     ahead = ["train.max_steps=4", "rollout.log_samples_every=null", "logging.report=false", "rollout.top_p=1.0"]
@@ -172,7 +171,6 @@ def test_of_samples_drawn_ahead_only_the_wait_is_idle_time(tmp_path: Path) -> No
         assert beside < 1.3, "what was waited for counts twice"
 
 
-@pytest.mark.slow
 def test_two_servers_share_a_run_of_conversations_in_two_environments(tmp_path: Path) -> None:
     """Adapters are trained, so that the weights which the servers get are products of two that no file has."""
     write_config(tmp_path)
@@ -215,7 +213,6 @@ def test_two_servers_share_a_run_of_conversations_in_two_environments(tmp_path: 
     assert {sample["environment"] for sample in samples_of(run_dir)} == set(longest)
 
 
-@pytest.mark.slow
 def test_a_run_starts_its_servers_and_takes_turns_with_them(tmp_path: Path) -> None:
     """The command is vLLM's, in whose place the double stands. It refuses to generate asleep, and forgets its weights
     where they are to be replaced."""

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from tests.e2e import test_grpo
 from tests.e2e.command import TINY, automodel, curve, metrics
 from tests.errors import assert_error
-from tests.marks import slow
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +50,7 @@ def test_a_smaller_student_comes_nearer_to_its_teacher(folder, losses):
     assert asked and all("val_answers_accuracy" in row for row in asked)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [*slow(("mesh.dp_size=2",)), ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")])
+@pytest.mark.parametrize("layout", [("mesh.dp_size=2",), ("mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")])
 def test_ranks_and_stages_ask_the_teacher_the_same(folder, losses, layout):
     assert distil(folder, layout[0].replace(".", "-").replace("=", "-"), *SMALLER, *layout) == pytest.approx(
         losses, rel=5e-6
@@ -64,7 +62,6 @@ def files(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in (folder / "cache" / "teacher").glob("*.npy")}
 
 
-@pytest.mark.slow
 def test_what_is_kept_of_a_teacher_teaches_the_very_same(folder, losses):
     """Of few rows at first, then of all, on two ranks, which measure what is missing; then nothing is."""
     kept = ("cache_teacher_logprobs=true", *SMALLER)
@@ -77,7 +74,6 @@ def test_what_is_kept_of_a_teacher_teaches_the_very_same(folder, losses):
     assert files(folder) == measured
 
 
-@pytest.mark.slow
 def test_another_teacher_is_asked_anew_and_the_same_one_elsewhere_is_not(folder, losses):
     kept = ("cache_teacher_logprobs=true", *SMALLER, "teacher.pretrained=elsewhere")
     distil(folder, "kept_first", "cache_teacher_logprobs=true", *SMALLER)
@@ -91,7 +87,6 @@ def test_another_teacher_is_asked_anew_and_the_same_one_elsewhere_is_not(folder,
     assert len(files(folder)) == len(before) + 2 and before.items() <= files(folder).items()
 
 
-@pytest.mark.slow
 def test_the_whole_vocabulary_is_kept_exactly_too(folder):
     live = distil(folder, "live_all", *SMALLER, "objective.top_k=null", "objective.beta=0.5")
     kept = distil(

@@ -52,7 +52,6 @@ def test_starts_at_ln_2_and_exports_a_classifier_without_a_language_head(folder,
     assert json.loads((export / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]
 
 
-@pytest.mark.slow
 def test_stages_train_and_export_the_same_scores(folder, losses):
     staged = train(folder, "stages", "mesh.pp_size=2", "mesh.dp_size=1", "pipeline=1f1b")
     assert staged == pytest.approx(losses, rel=2e-6)

@@ -51,7 +51,6 @@ def test_a_mistake_fails_the_verdict_by_name(tmp_path: Path) -> None:
     assert "NOT verified: 1 of 2 rows" in done.stderr
 
 
-@pytest.mark.slow
 def test_a_layout_that_is_refused_is_shown_with_its_reason(tmp_path: Path) -> None:
     family = "model.config.model_type=lfm2"  # the library has no tensor-parallel plan for it
     done = automodel(tmp_path, "verify", "-c", "quickstart", family, "mesh.tp_size=2", ROWS, "--rows", "tp2 packed")
